@@ -1,0 +1,1 @@
+"""The loop: trainer, client jobs, engines, guard, checkpoints."""

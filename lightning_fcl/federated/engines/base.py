@@ -1,0 +1,175 @@
+"""What the client loop asks of an engine."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision.amp import MixedPrecision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fcl.federated.layout import Layout, Payload, build_layout
+
+
+class Engine(ABC):
+    """Holds the one module of a run; clients are switched by loading their weights into it.
+
+    The loop calls, in this order: :meth:`setup` once; then for each client job :meth:`load`,
+    :meth:`attach_optimizers` (with what the user's ``configure_optimizers`` gave), any number of
+    :meth:`training_step` / :meth:`backward` / :meth:`optimizer_step`, :meth:`read`; and :meth:`teardown` once.
+    All ranks of a ``parallel="model"`` run make the same calls in the same order.
+
+    Args:
+        fabric: A launched Fabric; its precision plugin decides contexts and casts.
+        gradient_clip_val: Clipping limit (``None`` for none); only an engine whose backend clips by itself needs it.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        accumulate_grad_batches: Micro-batches per optimiser step.
+    """
+
+    module: L.LightningModule
+    layout: Layout
+    clips_gradients: bool = False
+    """Whether the backend clips by itself, so that the loop must not."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        *,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str = "norm",
+        accumulate_grad_batches: int = 1,
+    ) -> None:
+        self.fabric = fabric
+        self.gradient_clip_val = gradient_clip_val
+        self.gradient_clip_algorithm = gradient_clip_algorithm
+        self.accumulate_grad_batches = accumulate_grad_batches
+        self.precision = fabric.strategy.precision
+
+    # -- once a run -----------------------------------------------------------------------------------------------
+
+    def setup(self, module: L.LightningModule, payload: Payload = "*", *, share_buffers: bool = True) -> None:
+        """Cast and move ``module`` as the precision and device ask, lay out its payload, wrap it if need be."""
+        self.module = self.precision.convert_module(module)
+        self.module.to(self.fabric.device)
+        self.layout = build_layout(self.module, payload, share_buffers=share_buffers)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Wrap or re-house the module after the layout is known."""
+
+    def teardown(self) -> None:
+        """Undo :meth:`_wrap`: the user gets back an ordinary module that holds the last loaded weights."""
+
+    # -- once a job -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def load(self, vector: Tensor) -> None:
+        """Write the flat payload ``vector`` (shape ``[layout.size]``) into the module."""
+
+    @abstractmethod
+    def read(self, out: Tensor) -> None:
+        """Write the module's payload into ``out`` (shape ``[layout.size]``), whole on every rank."""
+
+    def get_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Full copies of parameters or buffers by name (local tensors, counters)."""
+        lookup = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {name: lookup[name].detach().clone() for name in names}
+
+    def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write full values into parameters or buffers by name."""
+        if tensors:
+            lookup = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+            with torch.no_grad():
+                for name, value in tensors.items():
+                    lookup[name].copy_(value)
+
+    def attach_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Take the fresh optimisers of a job; returns the ones to step (an engine may substitute its own)."""
+        return optimizers
+
+    # -- once a step ----------------------------------------------------------------------------------------------
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Cast a batch as ``Trainer`` would: "true" precisions cast inputs, mixed ones leave that to autocast."""
+        return batch if isinstance(self.precision, MixedPrecision) else self.precision.convert_input(batch)
+
+    def training_step(self, *args: Any) -> Any:
+        """Run the user's ``training_step`` under the run's precision."""
+        with self.precision.forward_context():
+            return self.module.training_step(*args)
+
+    def validation_step(self, *args: Any) -> Any:
+        """Run the user's ``validation_step`` under the run's precision."""
+        with self.precision.forward_context():
+            return self.module.validation_step(*args)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Scale if the precision asks for it, then let the module back-propagate (``module.backward``)."""
+        scaler = getattr(self.precision, "scaler", None)
+        loss = loss if scaler is None else scaler.scale(loss)
+        self.module.backward(loss, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], after_closure: Callable[[], None]
+    ) -> Any:
+        """Step ``optimizer``; ``closure`` runs forward and backward, ``after_closure`` hooks and clipping."""
+        if getattr(self.precision, "scaler", None) is None:
+
+            def whole() -> Any:
+                result = closure()
+                after_closure()
+                return result
+
+            return optimizer.step(whole)
+        result = closure()
+        self.precision.unscale_gradients(optimizer)
+        after_closure()
+        if result is not None:
+            self.precision.optimizer_step(optimizer)
+        return result
+
+    def accumulating(self, active: bool) -> AbstractContextManager[Any]:
+        """Context of a micro-batch whose gradients need not be synchronised yet."""
+        return nullcontext()
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clip the gradients of the optimiser's parameters by total norm or by value."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if algorithm == "value":
+            torch.nn.utils.clip_grad_value_(parameters, clip_value=value)
+        else:
+            torch.nn.utils.clip_grad_norm_(parameters, value)
+
+    def add_to_gradients(self, terms: Mapping[str, Tensor]) -> None:
+        """Add full-size ``terms`` (by parameter name) to the gradients, between backward and step."""
+        lookup = dict(self.module.named_parameters())
+        with torch.no_grad():
+            for name, term in terms.items():
+                grad = lookup[name].grad
+                if grad is not None:
+                    grad.add_(term)
+
+    def scale_loss(self, loss: Tensor, num_local: int, num_global: int) -> Tensor:
+        """Weight a rank's mean loss so that the mean over ranks is the mean over the whole batch."""
+        return loss
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """``(rank, world)`` of the split of every batch; ``(0, 1)`` when each rank trains whole clients."""
+        return 0, 1
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Eval mode without gradients; the mode of every submodule is restored."""
+        modes = [(child, child.training) for child in self.module.modules()]
+        self.module.eval()
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            for child, training in modes:
+                child.training = training
