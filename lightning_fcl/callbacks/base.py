@@ -1,8 +1,13 @@
 """Base classes: what a client-side method and a server-side callback may override."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+from typing_extensions import override
+
+from lightning_fcl.serialize import load_tree, save_tree
+from lightning_fcl.types import ClientUpdate
 
 if TYPE_CHECKING:
     from lightning_fcl.federated.trainer import FederatedTrainer
@@ -57,3 +62,77 @@ class ServerCallback:
 
     def on_exception(self, trainer: "FederatedTrainer", pl_module: L.LightningModule, exception: BaseException) -> None:
         """When the run stops with an error."""
+
+
+class ContinualCallback(L.Callback):
+    """A client-side method that knows where a task ends; works in ``lightning.Trainer`` and in ours.
+
+    In a federation, :meth:`on_task_end` runs in the boundary pass of every client that has data of the task, with the
+    final global weights in the module. In a stock ``Trainer`` each ``fit`` is one task, and it runs at its end unless
+    no step was taken or the fit was a ``fast_dev_run``; a tuner's trial fits do not call callbacks at all.
+
+    Attributes:
+        uses_task_anchor: Set to ``True`` on a subclass to find the global weights of the previous task's end as
+            ``trainer.task_anchor`` (by parameter name) in a federation.
+    """
+
+    uses_task_anchor: bool = False
+
+    def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        """When a task is over: measure or store what protects it.
+
+        Args:
+            trainer: A ``lightning.Trainer`` or a :class:`~lightning_fcl.federated.context.ClientContext`;
+                ``trainer.train_dataloader`` holds the task's training data.
+            pl_module: The module, with the weights at the end of the task.
+        """
+
+    def on_upload(self, trainer: Any, pl_module: L.LightningModule, update: ClientUpdate) -> Any:
+        """In a federation, just before an update leaves the client.
+
+        Args:
+            trainer: The job's context.
+            pl_module: The trained module.
+            update: What the client is about to send.
+
+        Returns:
+            The update to send instead, a list of updates, or ``None`` to send nothing.
+        """
+        return update
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        self._step_at_start = trainer.global_step
+
+    @override
+    def on_train_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        """Ends the task of a stock ``Trainer``; in a federation the boundary pass does."""
+        if not isinstance(trainer, L.Trainer) or getattr(trainer, "fast_dev_run", False) or trainer.interrupted:
+            return
+        if trainer.global_step > self._step_at_start:  # a second `fit` on the same Trainer trains nothing
+            self.on_task_end(trainer, pl_module)
+
+    def save(self, directory: str | Path) -> Path:
+        """Write this callback's state to ``directory`` as safetensors.
+
+        Args:
+            directory: Folder; made if it does not exist.
+
+        Returns:
+            The file written.
+        """
+        path = Path(directory) / f"{type(self).__name__}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_tree(self.state_dict(), path)
+        return path
+
+    def load(self, directory: str | Path) -> None:
+        """Restore what :meth:`save` wrote.
+
+        Args:
+            directory: The folder given to :meth:`save`.
+
+        Raises:
+            FileNotFoundError: If this callback was never saved there.
+        """
+        self.load_state_dict(load_tree(Path(directory) / f"{type(self).__name__}.safetensors"))

@@ -53,8 +53,9 @@ class Engine(ABC):
 
     def setup(self, module: L.LightningModule, payload: Payload = "*", *, share_buffers: bool = True) -> None:
         """Cast and move ``module`` as the precision and device ask, lay out its payload, wrap it if need be."""
-        self.module = self.precision.convert_module(module)
-        self.module.to(self.fabric.device)
+        self.module = module
+        self.precision.convert_module(module)  # in place
+        module.to(self.fabric.device)
         self.layout = build_layout(self.module, payload, share_buffers=share_buffers)
         self._wrap()
 

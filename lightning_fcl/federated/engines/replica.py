@@ -1,9 +1,8 @@
 """One plain replica per process: the payload lives in one flat, aligned buffer, and parameters are views of it."""
 
-from typing_extensions import override
-
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.layout import named_tensors

@@ -1,0 +1,1 @@
+"""Federated continual learning for people who already use Lightning."""

@@ -1,0 +1,161 @@
+"""How updates merge (``Reducer``) and how the merged update is applied (``ServerStep``)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fcl.exceptions import MisconfigurationError
+
+Node = tuple[int, int]
+"""A node of the sum's tree: ``(level, index)`` covers positions ``[index << level, (index + 1) << level)``."""
+
+StepSize = float | str | Callable[[int], float]
+"""A server step size: a number, ``"inverse_task"`` (1/i in task i, i from 1), or ``f(task) -> float``, task from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundStats:
+    """What a rule may know about the round that it merges.
+
+    Args:
+        task: Task, from 0.
+        round: Round inside the task, from 0.
+        num_tasks: Tasks in the stream.
+        num_params: Elements ``[0, num_params)`` of every flat vector are parameters, the rest float buffers.
+        clients: Ids of the clients whose updates were accepted, ascending.
+        num_examples: Their training examples, in the same order.
+        total_clients: Clients in the stream.
+        lone: The only accepted client's new weights if there is exactly one, shape ``[P]``; else ``None``.
+        logs: A rule writes numbers here that belong into the round's log, e.g. ``logs["round/pull"] = 0.1``.
+    """
+
+    task: int
+    round: int
+    num_tasks: int
+    num_params: int
+    clients: tuple[int, ...]
+    num_examples: tuple[float, ...]
+    total_clients: int
+    lone: Tensor | None = None
+    logs: dict[str, float] = field(default_factory=dict)
+
+
+class Reducer(ABC):
+    """Merges a round's updates into one delta while they arrive.
+
+    The loop calls :meth:`start`, then :meth:`add` for each accepted update in ascending position, then
+    :meth:`partials`; it exchanges the partials of all ranks and calls :meth:`finish` on every rank with all of them.
+    A reducer holds no state from one round to the next.
+    """
+
+    @abstractmethod
+    def start(self, reference: Tensor, size: int, owned: range) -> None:
+        """Begin a round.
+
+        Args:
+            reference: Global weights that were sent out, shape ``[P]``.
+            size: Number of sampled clients; positions are ``range(size)``.
+            owned: Positions whose updates this rank will add.
+        """
+
+    @abstractmethod
+    def add(self, position: int, row: Tensor, num_examples: float) -> None:
+        """Take one accepted update.
+
+        Args:
+            position: Place of the client among the sampled ids in ascending order.
+            row: Its new weights, shape ``[P]``; copied, since the caller reuses the memory.
+            num_examples: Its training examples.
+        """
+
+    @abstractmethod
+    def partials(self) -> dict[Node, Tensor]:
+        """This rank's part of the result: float64 tensors of shape ``[P]`` by node."""
+
+    @abstractmethod
+    def finish(self, partials: Mapping[Node, Tensor], stats: RoundStats) -> Tensor:
+        """Merge the parts of all ranks.
+
+        Args:
+            partials: The nodes of all ranks; may be consumed.
+            stats: The round; holds at least one client.
+
+        Returns:
+            The merged delta (new - old), shape ``[P]``, float64.
+        """
+
+    @property
+    def copies_lone_client(self) -> bool:
+        """Whether the delta of a single client is its own update, unscaled, so that its weights may be copied."""
+        return False
+
+
+class ServerStep(ABC):
+    """Turns the merged delta into the one that is applied; state goes in and comes out.
+
+    Steps of a chain run one after another: each gets the delta that the one before returned, and the last one's delta
+    is added to the global weights in float64 and rounded once.
+    """
+
+    def default_reducer(self) -> Reducer:
+        """The reducer to use when the user names none."""
+        from lightning_fcl.aggregators.fedavg import FedAvg
+
+        return FedAvg()
+
+    def init(self, params: Tensor) -> Any:
+        """State before the first round.
+
+        Args:
+            params: Initial global weights, shape ``[P]``.
+
+        Returns:
+            A tree of tensors and plain values, or ``None``.
+        """
+        return None
+
+    @abstractmethod
+    def apply(self, params: Tensor, delta: Tensor, stats: RoundStats, state: Any) -> tuple[Tensor, Any]:
+        """One server step.
+
+        Args:
+            params: Global weights before the round, shape ``[P]``; not to be changed.
+            delta: Merged delta (new - old), shape ``[P]``, float64; may be changed in place.
+            stats: The round.
+            state: What :meth:`init` or the last call returned.
+
+        Returns:
+            The delta to apply, shape ``[P]``, float64, and the new state.
+        """
+
+
+def step_size(lr: StepSize, task: int) -> float:
+    """Resolve a server step size for a task.
+
+    Args:
+        lr: A number, ``"inverse_task"``, or a function of the task.
+        task: Task, from 0.
+
+    Returns:
+        The step size.
+
+    Example:
+        >>> [round(step_size("inverse_task", task), 3) for task in range(3)]
+        [1.0, 0.5, 0.333]
+    """
+    if lr == "inverse_task":
+        return 1.0 / (task + 1)
+    return float(lr(task)) if callable(lr) else float(lr)
+
+
+def check_step_size(lr: StepSize) -> None:
+    """Raise unless ``lr`` is a positive number, ``"inverse_task"`` or callable."""
+    if callable(lr) or lr == "inverse_task":
+        return
+    if isinstance(lr, str) or not 0 < float(lr) < float("inf"):
+        raise MisconfigurationError(
+            f'`lr` must be a positive number, "inverse_task" or a function of the task, got {lr!r}.'
+        )

@@ -1,0 +1,90 @@
+"""One rule or several as one: a reducer, then server steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep
+from lightning_fcl.exceptions import MisconfigurationError
+
+
+class Chain:
+    """A reducer followed by server steps, applied left to right.
+
+    Args:
+        rules: At most one :class:`Reducer`, in first place; the rest are :class:`ServerStep` objects. Without a reducer
+            the first step's own default is used (``FedAvg()``, or the plain mean for ``ServerProximal``).
+
+    Raises:
+        MisconfigurationError: If a rule is of another type, or a reducer stands behind a step.
+
+    Example:
+        >>> from lightning_fcl.aggregators import FedAvg, ServerProximal
+        >>> Chain(FedAvg(weighting="uniform"), ServerProximal(0.25)).reducer.weighting
+        'uniform'
+
+    Source: the order filter, mean, step, blend follows from the four methods' definitions; a chain of delta-to-delta
+    maps is what optimiser libraries call gradient transformations.
+    """
+
+    def __init__(self, *rules: Reducer | ServerStep) -> None:
+        if not rules:
+            raise MisconfigurationError("`Chain` must hold at least one rule, got none. Use `FedAvg()`.")
+        for place, rule in enumerate(rules):
+            if not isinstance(rule, Reducer | ServerStep):
+                raise MisconfigurationError(
+                    f"`aggregator` must be a Reducer, a ServerStep or a Chain of them, got {type(rule).__name__}."
+                )
+            if isinstance(rule, Reducer) and place > 0:
+                raise MisconfigurationError(
+                    f"`Chain` must hold its reducer in first place, got {type(rule).__name__} in place {place}. "
+                    "A reducer merges updates; after it there is only one."
+                )
+        first = rules[0]
+        self.rules: tuple[Reducer | ServerStep, ...] = rules
+        self.reducer: Reducer = first if isinstance(first, Reducer) else first.default_reducer()
+        self.steps: list[ServerStep] = [rule for rule in rules if isinstance(rule, ServerStep)]
+
+    def init(self, params: Tensor) -> list[Any]:
+        """States of the steps before the first round."""
+        return [step.init(params) for step in self.steps]
+
+    def apply(
+        self, params: Tensor, delta: Tensor, stats: RoundStats, states: Sequence[Any]
+    ) -> tuple[Tensor, list[Any]]:
+        """Run all steps and add the result to ``params``.
+
+        Args:
+            params: Global weights, shape ``[P]``.
+            delta: What the reducer returned, shape ``[P]``, float64.
+            stats: The round.
+            states: One per step.
+
+        Returns:
+            New global weights in the dtype of ``params``, and the new states.
+        """
+        if not self.steps and stats.lone is not None and self.reducer.copies_lone_client:
+            return stats.lone.clone(), []
+        new_states: list[Any] = []
+        for step, state in zip(self.steps, states, strict=True):
+            delta, new_state = step.apply(params, delta, stats, state)
+            new_states.append(new_state)
+        return torch.add(delta, params, out=delta).to(params.dtype), new_states
+
+
+def as_chain(aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | ServerStep]") -> Chain:
+    """``aggregator`` as a chain.
+
+    Args:
+        aggregator: One rule, a chain, or a list of rules (as a YAML file holds it).
+
+    Returns:
+        The chain.
+    """
+    if isinstance(aggregator, Chain):
+        return aggregator
+    if isinstance(aggregator, list | tuple):
+        return Chain(*aggregator)
+    return Chain(aggregator)  # type: ignore[arg-type]

@@ -1,0 +1,299 @@
+"""What a module and its callbacks see as ``trainer`` inside a client job."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fcl.federated.engines.base import Engine
+from lightning_fcl.federated.hooks import HookTable
+from lightning_fcl.federated.metric_log import MetricLog
+
+if TYPE_CHECKING:
+    from lightning_fcl.data.stream import TaskStream
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobInfo:
+    """Which job this is.
+
+    Args:
+        seed: Seed of the job's random draws.
+        client: Client id; ``-1`` for evaluations on the server.
+        task: Task of the stream, from 0.
+        round: Round inside the task, from 0.
+        global_round: Commits before this round, from 0.
+        phase: ``"train"``, ``"boundary"`` or ``"evaluate"``.
+        rounds: Training rounds of this task.
+        num_tasks: Tasks in the stream.
+        num_examples: Training examples of the client in this task.
+    """
+
+    seed: int
+    client: int = -1
+    task: int = 0
+    round: int = 0
+    global_round: int = 0
+    phase: str = "train"
+    rounds: int = 1
+    num_tasks: int = 1
+    num_examples: int = 0
+
+
+class _Progress:
+    """The counters of a job; the context shows them read-only."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.step = 0
+        self.batch = 0
+        self.should_stop = False
+
+
+class JobStrategy:
+    """The few calls of ``trainer.strategy`` that a module makes, routed to the engine."""
+
+    def __init__(self, context: "ClientContext", engine: Engine, hooks: HookTable) -> None:
+        self._context = context
+        self._engine = engine
+        self._hooks = hooks
+        self._lightning_optimizers: list[LightningOptimizer] = []
+
+    @property
+    def lightning_module(self) -> L.LightningModule:
+        """The user's module."""
+        return self._engine.module
+
+    def attach(self, optimizers: list[Optimizer]) -> None:
+        """Wrap the job's optimisers as ``self.optimizers()`` hands them out."""
+        self._lightning_optimizers = [LightningOptimizer(o) for o in optimizers]
+        for wrapped in self._lightning_optimizers:
+            wrapped._strategy = self  # type: ignore[assignment]
+
+    def backward(self, loss: Tensor, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any) -> None:
+        """Back-propagate with Lightning's hooks around it."""
+        module = self._engine.module
+        self._hooks.call("on_before_backward", self._context, module, loss)
+        self._engine.backward(loss, *args, **kwargs)
+        self._hooks.call("on_after_backward", self._context, module)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, **kwargs: Any) -> Any:
+        """Step, with ``on_before_optimizer_step`` and clipping between gradient and update."""
+        result = self._engine.optimizer_step(optimizer, closure, lambda: self.before_step(optimizer))
+        self._context._progress.step += 1
+        return result
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Gradients are whole and unscaled: let methods change them, then clip."""
+        context, module = self._context, self._engine.module
+        self._hooks.call("on_before_optimizer_step", context, module, optimizer)
+        if module.automatic_optimization and context.gradient_clip_val and not self._engine.clips_gradients:
+            module.configure_gradient_clipping(
+                optimizer,
+                gradient_clip_val=context.gradient_clip_val,
+                gradient_clip_algorithm=context.gradient_clip_algorithm,
+            )
+
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
+    ) -> None:
+        """What ``module.clip_gradients`` reaches through ``trainer.precision_plugin``."""
+        if clip_val > 0:
+            self._engine.clip_gradients(optimizer, clip_val, str(gradient_clip_algorithm))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """A client's job does not talk to other clients: the tensor itself, unless ranks share the client."""
+        if self._engine.shard[1] == 1:
+            return tensor
+        gathered = self._engine.fabric.all_gather(tensor, group=group, sync_grads=sync_grads)
+        assert isinstance(gathered, Tensor)
+        return gathered
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the ranks that share this client."""
+        if self._engine.shard[1] > 1:
+            self._engine.fabric.barrier(name)
+
+
+class ClientContext:
+    """The ``trainer`` of a client job: the attributes of ``lightning.Trainer`` that modules and callbacks use.
+
+    Everything is read-only but ``should_stop``. Beside Trainer's names it tells which ``client``, ``task`` and
+    ``round`` this is. Counters start at 0 in every job.
+    """
+
+    sanity_checking = False
+    testing = False
+    predicting = False
+    fast_dev_run = False
+    interrupted = False
+    barebones = False
+    datamodule = None
+    progress_bar_callback = None
+    log_every_n_steps = 1
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        hooks: HookTable,
+        info: JobInfo,
+        max_epochs: int = 1,
+        max_steps: int = -1,
+        num_training_batches: int = 0,
+        train_dataloader: Any = None,
+        callbacks: list[Any] | None = None,
+        loggers: list[Any] | None = None,
+        stream: "TaskStream | None" = None,
+        task_anchor: dict[str, Tensor] | None = None,
+        default_root_dir: str = ".",
+    ) -> None:
+        self._engine = engine
+        self._progress = _Progress()
+        self._log = MetricLog(on_epoch=info.phase == "evaluate")
+        self._info = info
+        self.max_epochs = max_epochs
+        self.max_steps = max_steps
+        self.num_training_batches = num_training_batches
+        self.train_dataloader = train_dataloader
+        self.callbacks = callbacks or []
+        self.loggers = loggers or []
+        self.stream = stream
+        self.task_anchor = task_anchor
+        self.default_root_dir = default_root_dir
+        self.optimizers: list[Optimizer] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.strategy = JobStrategy(self, engine, hooks)
+        self.precision_plugin = self.strategy
+
+    # -- which job --------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            info = self.__dict__.get("_info")
+            if info is not None and name in JobInfo.__dataclass_fields__:
+                return getattr(info, name)
+            raise AttributeError(
+                f"`trainer.{name}` is not available inside a client job of FederatedTrainer. It has: "
+                f"{', '.join(sorted(n for n in [*dir(type(self)), *vars(self)] if not n.startswith('_')))}."
+            )
+        raise AttributeError(name)
+
+    # -- Trainer's names --------------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """Local epoch, from 0 in every job."""
+        return self._progress.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimiser steps taken in this job."""
+        return self._progress.step
+
+    @property
+    def should_stop(self) -> bool:
+        """Set to ``True`` to end the job after the current batch."""
+        return self._progress.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._progress.should_stop = value
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimiser steps this job will take, for schedulers that need the total."""
+        if self.max_epochs == -1:
+            return self.max_steps
+        steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches) * self.max_epochs
+        return steps if self.max_steps == -1 else min(steps, self.max_steps)
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches per optimiser step."""
+        return self._engine.accumulate_grad_batches
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        """Clipping limit, or ``None``."""
+        return self._engine.gradient_clip_val
+
+    @property
+    def gradient_clip_algorithm(self) -> Any:
+        """Lightning's enum, ``"norm"`` or ``"value"``."""
+        from lightning.pytorch.utilities.enums import GradClipAlgorithmType
+
+        return GradClipAlgorithmType(self._engine.gradient_clip_algorithm)
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """What was logged so far, by name."""
+        return self._log.latest()
+
+    logged_metrics = progress_bar_metrics = callback_metrics
+
+    @property
+    def training(self) -> bool:
+        """Whether this is a training job."""
+        return self._info.phase == "train"
+
+    @property
+    def validating(self) -> bool:
+        """Whether this is an evaluation."""
+        return self._info.phase == "evaluate"
+
+    @property
+    def lightning_module(self) -> L.LightningModule:
+        """The user's module."""
+        return self._engine.module
+
+    @property
+    def model(self) -> L.LightningModule:
+        """The user's module."""
+        return self._engine.module
+
+    @property
+    def logger(self) -> Any:
+        """The first logger passed to the trainer, or ``None``."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def precision(self) -> str:
+        """The run's precision, e.g. ``"32-true"``."""
+        return str(self._engine.precision.precision)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train this client together (1 with ``parallel="clients"``)."""
+        return self._engine.shard[1]
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among those that train this client."""
+        return self._engine.shard[0]
+
+    local_rank = node_rank = global_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first of the ranks that train this client."""
+        return self.global_rank == 0
+
+    @contextmanager
+    def attached(self) -> Iterator["ClientContext"]:
+        """Make this the ``trainer`` of the module, and send ``self.log`` here."""
+        module = self._engine.module
+        previous = module._trainer
+        object.__setattr__(module, "_trainer", self)
+        object.__setattr__(module, "log", self._log.log)
+        try:
+            yield self
+        finally:
+            object.__setattr__(module, "_trainer", previous)
+            object.__delattr__(module, "log")
