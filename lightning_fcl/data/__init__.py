@@ -1,0 +1,13 @@
+"""Streams of tasks, the partitioners that share them among clients, and small data that needs no network."""
+
+from lightning_fcl.data.dirichlet import ExtendedDirichlet as ExtendedDirichlet
+from lightning_fcl.data.dirichlet import LabelDirichlet as LabelDirichlet
+from lightning_fcl.data.dirichlet import QuantityDirichlet as QuantityDirichlet
+from lightning_fcl.data.partition import IID as IID
+from lightning_fcl.data.partition import ByDomain as ByDomain
+from lightning_fcl.data.partition import Examples as Examples
+from lightning_fcl.data.partition import NaturalClients as NaturalClients
+from lightning_fcl.data.partition import Partitioner as Partitioner
+from lightning_fcl.data.partition import Shards as Shards
+from lightning_fcl.data.plan import PartitionPlan as PartitionPlan
+from lightning_fcl.data.stream import TaskStream as TaskStream
