@@ -1,0 +1,37 @@
+"""The maths: pure functions of tensors, usable in any training loop."""
+
+from lightning_fcl.functional.continual import average_accuracy as average_accuracy
+from lightning_fcl.functional.continual import average_score as average_score
+from lightning_fcl.functional.continual import last_score as last_score
+from lightning_fcl.functional.curves import ewma as ewma
+from lightning_fcl.functional.curves import rounds_to_best as rounds_to_best
+from lightning_fcl.functional.curves import rounds_to_target as rounds_to_target
+from lightning_fcl.functional.curves import top_k_mean as top_k_mean
+from lightning_fcl.functional.ewc import ewc_penalty as ewc_penalty
+from lightning_fcl.functional.ewc import ewc_penalty_grad as ewc_penalty_grad
+from lightning_fcl.functional.ewc import merge_quadratics as merge_quadratics
+from lightning_fcl.functional.expand import expand_like as expand_like
+from lightning_fcl.functional.fisher import fisher_diagonal as fisher_diagonal
+from lightning_fcl.functional.image import psnr as psnr
+from lightning_fcl.functional.likelihood import LogLikelihood as LogLikelihood
+from lightning_fcl.functional.likelihood import classification_log_likelihood as classification_log_likelihood
+from lightning_fcl.functional.mean import tree_sum as tree_sum
+from lightning_fcl.functional.mean import weighted_delta_sum as weighted_delta_sum
+from lightning_fcl.functional.mean import weighted_mean as weighted_mean
+from lightning_fcl.functional.params import axpy as axpy
+from lightning_fcl.functional.params import check_same_names as check_same_names
+from lightning_fcl.functional.params import check_same_shapes as check_same_shapes
+from lightning_fcl.functional.params import dot as dot
+from lightning_fcl.functional.params import norm as norm
+from lightning_fcl.functional.params import total as total
+from lightning_fcl.functional.params import zeros_like as zeros_like
+from lightning_fcl.functional.per_class import PerClassSummary as PerClassSummary
+from lightning_fcl.functional.per_class import per_class_accuracy as per_class_accuracy
+from lightning_fcl.functional.per_class import per_class_summary as per_class_summary
+from lightning_fcl.functional.proximal import proximal_blend as proximal_blend
+from lightning_fcl.functional.proximal import proximal_penalty as proximal_penalty
+from lightning_fcl.functional.proximal import proximal_penalty_grad as proximal_penalty_grad
+from lightning_fcl.functional.transfer import backward_transfer as backward_transfer
+from lightning_fcl.functional.transfer import forgetting as forgetting
+from lightning_fcl.functional.transfer import forward_transfer as forward_transfer
+from lightning_fcl.functional.transfer import worst_drop as worst_drop
