@@ -1,5 +1,7 @@
 """Streams of tasks, the partitioners that share them among clients, and small data that needs no network."""
 
+from lightning_fcl.data.digits import digit_domains as digit_domains
+from lightning_fcl.data.digits import load_digit_folder as load_digit_folder
 from lightning_fcl.data.dirichlet import ExtendedDirichlet as ExtendedDirichlet
 from lightning_fcl.data.dirichlet import LabelDirichlet as LabelDirichlet
 from lightning_fcl.data.dirichlet import QuantityDirichlet as QuantityDirichlet
