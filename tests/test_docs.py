@@ -18,18 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$", re.MULTILINE | re.DOTALL)
 KNOWN = {"python", "python no-run", "yaml", "yaml config", "bash", "text", "markdown", "console", "json", "toml"}
-    "python",
-    "python no-run",
-    "yaml",
-    "yaml config",
-    "bash",
-    "text",
-    "markdown",
-    "console",
-    "json",
-    "toml",
-    "mermaid",
-}
 
 
 @dataclass(frozen=True)
