@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fcl.functional.likelihood import LogLikelihood
+from lightning_fcl.types import Params
 
 
 class PerSample(nn.Module):
@@ -24,7 +25,7 @@ class PerSample(nn.Module):
         super().__init__()
         self.module = module
         self.log_likelihood = log_likelihood
-        self.copies = {f"module.{name}": buffer.detach().clone() for name, buffer in module.named_buffers()}
+        self.copies = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
     def forward(self, sample: Any) -> Tensor:
         """The checked log-likelihood of one sample: a scalar."""
@@ -41,9 +42,9 @@ class PerSample(nn.Module):
             )
         return value[0]
 
-    def value(self, weights: Mapping[str, Tensor], sample: Any) -> Tensor:
-        """The log-likelihood of one sample under other ``weights`` (names without the prefix ``module.``)."""
-        tensors = {f"module.{name}": weight for name, weight in weights.items()} | self.copies
+    def value(self, weights: Params, buffers: Params, sample: Any) -> Tensor:
+        """The log-likelihood of one sample under other weights and buffers, named as in ``module``."""
+        tensors = {f"module.{name}": tensor for name, tensor in (*weights.items(), *buffers.items())}
         value: Tensor = torch.func.functional_call(self, tensors, (sample,))
         return value
 

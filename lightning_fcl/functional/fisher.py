@@ -97,7 +97,8 @@ def _loop(call: PerSample, weights: dict[str, Tensor], count: int, chunk: Any) -
     squares = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()}
     for i in range(count):
         sample = tree_map(lambda leaf, i=i: leaf[i] if is_batched(leaf) else leaf, chunk)
-        grads = torch.autograd.grad(call.value(leaves, sample), list(leaves.values()), materialize_grads=True)
+        value = call.value(leaves, call.copies, sample)
+        grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         for square, grad in zip(squares.values(), grads, strict=True):
             square += grad.double().square()
     return squares
@@ -105,10 +106,10 @@ def _loop(call: PerSample, weights: dict[str, Tensor], count: int, chunk: Any) -
 
 def _try_vmap(call: PerSample, weights: dict[str, Tensor], chunk: Any, *, fall_back: bool) -> dict[str, Tensor] | None:
     """Sums of squares of one chunk, or ``None`` and a warning if vmap cannot run the module."""
-    in_dims = (None, tree_map(lambda leaf: 0 if is_batched(leaf) else None, chunk))
+    in_dims = (None, None, tree_map(lambda leaf: 0 if is_batched(leaf) else None, chunk))
     gradients = torch.func.vmap(torch.func.grad(call.value), in_dims=in_dims, randomness="different")
     try:
-        grads = gradients({name: weight.detach() for name, weight in weights.items()}, chunk)
+        grads = gradients({name: weight.detach() for name, weight in weights.items()}, call.copies, chunk)
     except RuntimeError as error:
         if not fall_back:
             raise
