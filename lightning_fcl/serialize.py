@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 from torch import Tensor
 
@@ -62,6 +63,13 @@ def load_tree(path: str | Path) -> Any:
             return _decode(skeleton, {key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
     except Exception as error:
         raise CheckpointError(f"{str(path)!r} is damaged or of another kind: {error}") from error
+
+
+def load_bytes(data: bytes) -> Any:
+    """Inverse of :func:`dump_tree`."""
+    size = int.from_bytes(data[:8], "little")  # the format's header: length, then JSON
+    skeleton = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_TREE])
+    return _decode(skeleton, load_tensors(data))
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -87,10 +87,12 @@ class Reducer(ABC):
             The merged delta (new - old), shape ``[P]``, float64.
         """
 
-    @property
-    def copies_lone_client(self) -> bool:
-        """Whether the delta of a single client is its own update, unscaled, so that its weights may be copied."""
-        return False
+    def lone_row(self) -> Tensor | None:
+        """The row last added on this rank, shape ``[P]``, if the delta of a single client is its own, unscaled.
+
+        The loop then copies that client's weights instead of adding a delta to the old ones.
+        """
+        return None
 
 
 class ServerStep(ABC):

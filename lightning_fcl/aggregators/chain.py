@@ -65,7 +65,7 @@ class Chain:
         Returns:
             New global weights in the dtype of ``params``, and the new states.
         """
-        if not self.steps and stats.lone is not None and self.reducer.copies_lone_client:
+        if not self.steps and stats.lone is not None:
             return stats.lone.clone(), []
         new_states: list[Any] = []
         for step, state in zip(self.steps, states, strict=True):

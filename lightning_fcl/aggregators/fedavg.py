@@ -75,7 +75,6 @@ class FedAvg(Reducer):
         lr = step_size(self.lr, stats.task)
         return delta if lr == 1.0 else delta.mul_(lr)
 
-    @property
     @override
-    def copies_lone_client(self) -> bool:
-        return self.lr == 1.0
+    def lone_row(self) -> Tensor | None:
+        return self._sum.last_row if self._sum is not None and self.lr == 1.0 else None

@@ -1,9 +1,10 @@
 """Base classes: what a client-side method and a server-side callback may override."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_fcl.serialize import load_tree, save_tree
@@ -77,6 +78,26 @@ class ContinualCallback(L.Callback):
     """
 
     uses_task_anchor: bool = False
+    upload_reduction: Literal["mean", "sum"] = "mean"
+    """How the server merges what clients :meth:`upload`: a mean weighted by examples, or a sum."""
+
+    def upload(self, trainer: Any) -> dict[str, Tensor]:
+        """Extra tensors to send to the server after local training, beside the weights; none by default.
+
+        Args:
+            trainer: The job's context.
+
+        Returns:
+            Float tensors by name, the same names and shapes from every client.
+        """
+        return {}
+
+    def download(self, merged: dict[str, Tensor]) -> None:
+        """Before local training: what the server merged from the last round's uploads of this callback.
+
+        Args:
+            merged: Tensors by name; not to be changed in place.
+        """
 
     def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         """When a task is over: measure or store what protects it.

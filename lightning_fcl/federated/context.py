@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -136,6 +137,7 @@ class ClientContext:
     barebones = False
     datamodule = None
     progress_bar_callback = None
+    profiler = PassThroughProfiler()
     log_every_n_steps = 1
 
     def __init__(
@@ -176,12 +178,12 @@ class ClientContext:
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
-            info = self.__dict__.get("_info")
-            if info is not None and name in JobInfo.__dataclass_fields__:
+            info, fields = self.__dict__.get("_info"), JobInfo.__dataclass_fields__
+            if info is not None and name in fields:
                 return getattr(info, name)
             raise AttributeError(
                 f"`trainer.{name}` is not available inside a client job of FederatedTrainer. It has: "
-                f"{', '.join(sorted(n for n in [*dir(type(self)), *vars(self)] if not n.startswith('_')))}."
+                f"{', '.join(sorted(n for n in [*dir(type(self)), *vars(self), *fields] if not n.startswith('_')))}."
             )
         raise AttributeError(name)
 

@@ -1,0 +1,79 @@
+"""Checks of a trainer's arguments, all before any work starts."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+
+from lightning_fcl.aggregators.chain import Chain
+from lightning_fcl.exceptions import MisconfigurationError
+
+if TYPE_CHECKING:
+    from lightning_fcl.data.stream import TaskStream
+    from lightning_fcl.federated.trainer import FederatedTrainer
+
+_COUNTS = (
+    "clients_per_round",
+    "local_epochs",
+    "local_steps",
+    "accumulate_grad_batches",
+    "eval_every",
+    "keep_checkpoints",
+    "max_empty_rounds",
+    "limit_train_batches",
+    "limit_eval_batches",
+)
+_CHOICES = {
+    "parallel": ("clients", "model"),
+    "engine": ("auto", "sequential"),
+    "gradient_clip_algorithm": ("norm", "value"),
+    "on_client_error": ("raise", "skip", "retry"),
+}
+
+
+def check_arguments(trainer: "FederatedTrainer") -> None:
+    """Raise :class:`MisconfigurationError` for the first argument that is out of range."""
+    rounds = [trainer.rounds] if isinstance(trainer.rounds, int) else list(trainer.rounds)
+    for name, value in [("rounds", min(rounds, default=0)), *((n, getattr(trainer, n)) for n in _COUNTS)]:
+        if value is not None and value < 1:
+            raise MisconfigurationError(f"`{name}` must be at least 1, got {value}.")
+    for name in ("gradient_clip_val", "client_timeout"):
+        value = getattr(trainer, name)
+        if value is not None and not value > 0:
+            raise MisconfigurationError(f"`{name}` must be positive or None, got {value}.")
+    for name, allowed in _CHOICES.items():
+        if (value := getattr(trainer, name)) not in allowed:
+            raise MisconfigurationError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+    share = trainer.min_completed
+    if isinstance(share, float) and not 0 < share <= 1:
+        raise MisconfigurationError(
+            f"`min_completed` must be a number of clients (int) or a share in (0, 1] (float), got {share}."
+        )
+
+
+def check_module(trainer: "FederatedTrainer", module: L.LightningModule, stream: "TaskStream") -> None:
+    """Raise :class:`MisconfigurationError` if module, stream and trainer cannot work together."""
+    kind = type(module)
+    if not isinstance(module, L.LightningModule):
+        raise MisconfigurationError(
+            f"`module` must be a `lightning.LightningModule`, got {kind.__module__}.{kind.__name__}. "
+            "Import it from `lightning`, not from `pytorch_lightning`: the two have different classes."
+        )
+    for name in ("training_step", "validation_step", "configure_optimizers"):
+        if getattr(kind, name) is getattr(L.LightningModule, name):
+            raise MisconfigurationError(f"`module` must define `{name}`, but {kind.__name__} does not.")
+    if not module.automatic_optimization and (trainer.accumulate_grad_batches > 1 or trainer.gradient_clip_val):
+        raise MisconfigurationError(
+            "`accumulate_grad_batches` and `gradient_clip_val` must be left alone with manual optimization: "
+            "accumulate and clip in your `training_step`."
+        )
+    if isinstance(trainer.rounds, Sequence) and len(trainer.rounds) != len(stream):
+        raise MisconfigurationError(
+            f"`rounds` must be one number or one per task ({len(stream)}), got {len(trainer.rounds)} numbers."
+        )
+
+
+def method_name(chain: Chain, callbacks: list[Any]) -> str:
+    """Card names of what makes the method, such as ``"SPECIAL"``; plain FedAvg is named only if it stands alone."""
+    names = [c.card.name for c in [*chain.rules, *callbacks] if getattr(c, "card", None)]
+    return " + ".join([name for name in names if name != "FedAvg"] or ["FedAvg"])

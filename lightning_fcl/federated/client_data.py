@@ -1,0 +1,200 @@
+"""A client's batches: a plain DataLoader, over preloaded tensors where that changes nothing."""
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+from lightning_fcl.data.stream import TaskStream
+from lightning_fcl.serialize import tree_bytes
+
+
+class Preloaded(Dataset[Any]):
+    """A client's examples as one tensor per field; a batch is one indexing call.
+
+    Args:
+        columns: One tensor per field of an example, each of length ``N``.
+        as_list: What the collate function makes of a tuple: ``default_collate`` gives a list.
+    """
+
+    def __init__(self, columns: Sequence[Tensor]) -> None:
+        self.columns = list(columns)
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, index: int) -> Any:
+        return [column[index] for column in self.columns]
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        """A collated batch, as ``default_collate`` would stack it."""
+        chosen = torch.tensor(indices)
+        return [column[chosen] for column in self.columns]
+
+
+class ShardedBatches(BatchSampler):
+    """This rank's contiguous share of every batch of indices.
+
+    Args:
+        batches: The global batches; every rank draws the same ones.
+        rank: This rank.
+        world: Ranks that share a batch.
+
+    Attributes:
+        share: ``(n_local, n_global)`` of the batch in work; an empty share borrows one example with weight 0.
+    """
+
+    def __init__(self, batches: Any, rank: int, world: int) -> None:
+        self.batches = batches
+        self.rank = rank
+        self.world = world
+        self.share = (1, 1)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches:
+            count = len(batch)
+            part = batch[count * self.rank // self.world : count * (self.rank + 1) // self.world]
+            self.share = (len(part), count)
+            yield part or batch[:1]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class ClientData:
+    """Hands out training loaders and keeps recently used clients' examples as tensors.
+
+    Preloading replaces the dataset only; sampler, batch size and every random draw stay. It happens by a fixed rule:
+    the loader uses no worker processes and the default collate function, examples are tuples of tensors or numbers of
+    equal shape, and fetching them draws nothing from Python's, NumPy's or torch's global generators (a random
+    augmentation must stay random).
+
+    Args:
+        stream: The task stream.
+        budget_bytes: Memory for preloaded examples; the least recently used client goes first. 0 turns it off.
+        shard: ``(rank, world)``: which part of every batch to give.
+    """
+
+    def __init__(self, stream: TaskStream, budget_bytes: int, shard: tuple[int, int] = (0, 1)) -> None:
+        self.stream = stream
+        self.budget_bytes = budget_bytes
+        self.shard = shard
+        self._cache: OrderedDict[tuple[int, int], Preloaded] = OrderedDict()
+        self._bytes = 0
+        self._refused: set[tuple[int, int]] = set()
+
+    def loader(self, task: int, client: int) -> DataLoader[Any]:
+        """The client's training batches in ``task``."""
+        loader = self.stream.train_loader(task, client)
+        dataset = self._preloaded((task, client), loader)
+        rank, world = self.shard
+        if dataset is None and world == 1:
+            return loader
+        batches: Any = loader.batch_sampler
+        if world > 1:
+            batches = ShardedBatches(batches, rank, world)
+        return DataLoader(
+            loader.dataset if dataset is None else dataset,
+            batch_sampler=batches,
+            collate_fn=loader.collate_fn if dataset is None else _identity,
+            num_workers=loader.num_workers,
+        )
+
+    def _preloaded(self, key: tuple[int, int], loader: DataLoader[Any]) -> Preloaded | None:
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        usable = self.budget_bytes > 0 and loader.num_workers == 0 and loader.collate_fn is default_collate
+        if not usable or loader.batch_sampler is None or key in self._refused:
+            return None
+        dataset = preload(loader.dataset, self.budget_bytes)
+        if dataset is None:
+            self._refused.add(key)
+            return None
+        size = tree_bytes(dataset.columns)
+        while self._cache and self._bytes + size > self.budget_bytes:
+            _, old = self._cache.popitem(last=False)
+            self._bytes -= tree_bytes(old.columns)
+        self._cache[key] = dataset
+        self._bytes += size
+        return dataset
+
+
+def preload(dataset: Dataset[Any], budget_bytes: int) -> Preloaded | None:
+    """All examples of ``dataset`` as tensors, or ``None`` if that could change what training sees.
+
+    Args:
+        dataset: Map-style dataset.
+        budget_bytes: Give up if the examples need more than this.
+
+    Returns:
+        The examples, or ``None``.
+    """
+    columns = _tensor_columns(dataset)
+    if columns is not None:
+        return Preloaded(columns) if tree_bytes(columns) <= budget_bytes else None
+    size = len(dataset)  # type: ignore[arg-type]
+    before = _generator_states()
+    examples = []
+    try:
+        for index in range(size):
+            example = dataset[index]
+            if not isinstance(example, tuple | list) or not all(_is_plain(f) for f in example):
+                return None
+            if index == 0 and size * sum(_field_bytes(f) for f in example) > budget_bytes:
+                return None
+            examples.append(tuple(example))
+        if not _same_states(before, _generator_states()):
+            return None
+        columns = default_collate(examples)
+    except RuntimeError:  # examples of different shapes do not stack
+        return None
+    finally:
+        _restore_states(before)
+    return Preloaded(columns)
+
+
+def _tensor_columns(dataset: Dataset[Any]) -> list[Tensor] | None:
+    """Columns of a ``TensorDataset`` seen through any number of ``Subset``s."""
+    indices: Tensor | None = None
+    while isinstance(dataset, Subset):
+        outer = torch.as_tensor(
+            list(dataset.indices) if not isinstance(dataset.indices, np.ndarray) else dataset.indices
+        )
+        indices = outer if indices is None else outer[indices]
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset:
+        return None
+    return [t if indices is None else t[indices] for t in dataset.tensors]
+
+
+def _is_plain(field: Any) -> bool:
+    return isinstance(field, Tensor | int | float | np.ndarray | np.generic)
+
+
+def _field_bytes(field: Any) -> int:
+    return field.numel() * field.element_size() if isinstance(field, Tensor) else int(getattr(field, "nbytes", 8))
+
+
+def _generator_states() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _same_states(a: tuple[Any, Any, Tensor], b: tuple[Any, Any, Tensor]) -> bool:
+    numpy_same = all(np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+    return a[0] == b[0] and numpy_same and torch.equal(a[2], b[2])
+
+
+def _restore_states(states: tuple[Any, Any, Tensor]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def _identity(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,106 @@
+"""What each client keeps between rounds: in memory up to a budget, on disk beyond, versioned by round."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fcl.serialize import load_tree, save_tree, tree_bytes
+
+
+class ClientStore:
+    """State trees by client id.
+
+    A state is written once per round in which it changed, under a new name; files of earlier rounds stay until no
+    checkpoint needs them. So a killed run finds every client as it was at the last commit.
+
+    Args:
+        folder: Where the files live; shared by all ranks.
+        budget_bytes: Memory for recently used states.
+    """
+
+    def __init__(self, folder: Path, budget_bytes: int) -> None:
+        self.folder = folder
+        self.budget_bytes = budget_bytes
+        self.versions: dict[int, int] = {}
+        self._cache: OrderedDict[int, tuple[int, Any]] = OrderedDict()
+        self._dirty: dict[int, Any] = {}
+        self._handed_out: dict[int, tuple[Any, list[Any]]] = {}  # holds the state, so that its ids stay its own
+
+    def get(self, client: int) -> Any:
+        """The client's state at the last commit, or ``None`` if it never had one."""
+        version = self.versions.get(client)
+        if version is None:
+            return None
+        cached = self._cache.get(client)
+        if cached is not None and cached[0] == version:
+            self._cache.move_to_end(client)
+            state = cached[1]
+        else:
+            state = load_tree(self._path(client, version))
+            self._keep(client, version, state)
+        self._handed_out[client] = state, _fingerprint(state)
+        return state
+
+    def put(self, client: int, state: Any) -> None:
+        """Take the client's state after its job; unchanged states cost nothing."""
+        handed_out = self._handed_out.get(client)
+        if handed_out is None or _fingerprint(state) != handed_out[1]:
+            self._dirty[client] = state
+
+    def discard(self, client: int) -> None:
+        """Forget what a failed job may have done to the client's state in memory."""
+        self._dirty.pop(client, None)
+        self._cache.pop(client, None)
+
+    def flush(self, version: int) -> dict[int, int]:
+        """Write changed states under ``version``.
+
+        Returns:
+            The new version of each client that this rank wrote.
+        """
+        written = {}
+        for client, state in self._dirty.items():
+            path = self._path(client, version)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_tree(state, path)
+            self._keep(client, version, state)
+            written[client] = version
+        self._dirty.clear()
+        self._handed_out.clear()
+        return written
+
+    def prune(self, keep: Iterable[tuple[int, int]]) -> None:
+        """Delete files that no checkpoint refers to.
+
+        Args:
+            keep: ``(client, version)`` pairs that are still needed.
+        """
+        needed = {self._path(client, version) for client, version in keep}
+        for path in self.folder.glob("*/*.safetensors"):
+            if path not in needed:
+                path.unlink(missing_ok=True)
+
+    def _keep(self, client: int, version: int, state: Any) -> None:
+        self._cache[client] = (version, state)
+        self._cache.move_to_end(client)
+        total = sum(tree_bytes(s) for _, s in self._cache.values())
+        while total > self.budget_bytes and self._cache:
+            _, (_, old) = self._cache.popitem(last=False)
+            total -= tree_bytes(old)
+
+    def _path(self, client: int, version: int) -> Path:
+        return self.folder / f"client_{client:06d}" / f"round_{version:06d}.safetensors"
+
+
+def _fingerprint(state: Any) -> list[Any]:
+    """Identity and write count of every tensor, and every plain value: equal only if nothing was changed."""
+    if isinstance(state, Tensor):
+        return [(id(state), state._version)]
+    if isinstance(state, dict):
+        return [entry for key, value in state.items() for entry in (key, *_fingerprint(value))]
+    if isinstance(state, list | tuple):
+        return [entry for value in state for entry in _fingerprint(value)]
+    return [state]

@@ -1,0 +1,303 @@
+"""Client jobs of one round on this rank: download, train or measure, upload; every failure has a name."""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_fcl.callbacks.base import ContinualCallback
+from lightning_fcl.federated.client import LocalBudget, LocalTraining
+from lightning_fcl.federated.client_data import ClientData
+from lightning_fcl.federated.client_store import ClientStore
+from lightning_fcl.federated.context import ClientContext, JobInfo
+from lightning_fcl.federated.engines.base import Engine
+from lightning_fcl.federated.guard import all_finite
+from lightning_fcl.federated.hooks import HookTable
+from lightning_fcl.federated.state import RoundState
+from lightning_fcl.serialize import clone_tree
+from lightning_fcl.types import ClientUpdate, Metrics
+
+
+@dataclass
+class Failure:
+    """One row of ``failures.csv`` without the round's columns.
+
+    Args:
+        client: Client id.
+        phase: ``"train"``, ``"boundary"`` or ``"guard"``.
+        reason: One word.
+        detail: First line of the error, or what the guard found.
+    """
+
+    client: int
+    phase: str
+    reason: str
+    detail: str
+
+
+@dataclass
+class Outcome:
+    """What became of one sampled client; plain values, so that ranks can exchange it as JSON.
+
+    Args:
+        client: Client id.
+        accepted: Whether its update counts.
+        num_examples: Its training examples.
+        metrics: Means of what it logged.
+        failures: What went wrong on the way, retries included.
+        raised: The error text if the policy is to raise.
+    """
+
+    client: int
+    accepted: bool = False
+    num_examples: float = 0.0
+    metrics: Metrics = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    raised: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Outcome":
+        """Inverse of :meth:`to_json`."""
+        return cls(**{**data, "failures": [Failure(**f) for f in data["failures"]]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """What holds for every job of a run; the arguments of the same names of ``FederatedTrainer``."""
+
+    seed: int
+    budget: LocalBudget
+    on_client_error: str
+    max_retries: int
+    keep_optimizer_state: bool
+    loggers: list[Any]
+    run_dir: str
+
+
+class ClientJobs:
+    """Runs client jobs through the engine, one after another.
+
+    Args:
+        engine: Holds the module.
+        callbacks: Client callbacks.
+        hooks: Their hooks and the module's.
+        data: Training loaders.
+        store: What clients keep between rounds.
+        settings: The run's settings.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        callbacks: list[L.Callback],
+        hooks: HookTable,
+        data: ClientData,
+        store: ClientStore,
+        settings: JobSettings,
+    ) -> None:
+        self.engine = engine
+        self.callbacks = callbacks
+        self.hooks = hooks
+        self.data = data
+        self.store = store
+        self.settings = settings
+        self.downloads: dict[str, dict[str, Any]] = {}
+        self.error: Exception | None = None
+        self._row = engine.layout.new_vector(engine.fabric.device)
+        self._fresh = {c.state_key: clone_tree(c.state_dict()) for c in callbacks}
+        self._fresh_local = engine.get_tensors(engine.layout.local)
+        self._uploads = [c for c in callbacks if isinstance(c, ContinualCallback)]
+
+    def run(
+        self, state: RoundState, info: JobInfo, job: Callable[[RoundState, JobInfo], list[ClientUpdate]]
+    ) -> tuple[Outcome, list[ClientUpdate]]:
+        """Run one client's job under the error policy.
+
+        Args:
+            state: The run's state; its weights are the download.
+            info: Which job.
+            job: :meth:`train` or :meth:`measure`.
+
+        Returns:
+            The outcome (not accepted yet; the guard decides), and the updates to check.
+        """
+        outcome = Outcome(info.client, num_examples=float(info.num_examples))
+        attempts = 1 + (self.settings.max_retries if self.settings.on_client_error == "retry" else 0)
+        for _ in range(attempts):
+            try:
+                updates = job(state, info)
+            except Exception as error:
+                self.store.discard(info.client)
+                self.engine.module.zero_grad(set_to_none=True)
+                outcome.failures.append(_failure(info, error))
+                if self.settings.on_client_error == "raise":
+                    self.error = error
+                    outcome.raised = f"{type(error).__name__}: {error}"
+                    return outcome, []
+            else:
+                outcome.metrics = updates[0].metrics if updates else {}
+                return outcome, updates
+        return outcome, []
+
+    def train(self, state: RoundState, info: JobInfo) -> list[ClientUpdate]:
+        """Train one client from the global weights.
+
+        Args:
+            state: Its ``params`` and ``counters`` are the download.
+            info: Which job.
+
+        Returns:
+            What the client sends: normally one update.
+        """
+        engine, budget = self.engine, self.settings.budget
+        own = self._switch_to(state, info.client)
+        loader = self.data.loader(info.task, info.client)
+        batches = len(loader) if budget.limit_batches is None else min(len(loader), budget.limit_batches)
+        context = self._context(
+            state,
+            info,
+            train_dataloader=loader,
+            num_training_batches=batches,
+            max_epochs=budget.epochs if budget.steps is None else -1,
+            max_steps=-1 if budget.steps is None else budget.steps,
+        )
+        seed_generators(info.seed)
+        training = LocalTraining(
+            engine, self.hooks, context, loader, lr_factor=self.lr_factor(info), timeout=budget.timeout
+        )
+        training.run(own.get("optimizers"))
+        engine.read(self._row)
+        if not all_finite(self._row):
+            raise FloatingPointError("the weights after local training hold NaN or infinite values")
+        update = ClientUpdate(
+            client=info.client,
+            task=info.task,
+            round=info.round,
+            num_examples=float(info.num_examples),
+            tensors={**engine.layout.views(self._row), **engine.get_tensors(engine.layout.counters)},
+            metrics=context._log.reduced(),
+            flat=self._row,
+        )
+        updates = self._upload(context, update)
+        self._keep(info.client, context)
+        return updates
+
+    def measure(self, state: RoundState, info: JobInfo) -> list[ClientUpdate]:
+        """Run the boundary pass of one client: ``on_task_end`` with the final global weights.
+
+        Args:
+            state: Its weights are loaded.
+            info: Which job.
+
+        Returns:
+            Nothing to aggregate.
+        """
+        self._switch_to(state, info.client)
+        loader = self.data.loader(info.task, info.client)
+        context = self._context(state, info, train_dataloader=loader, num_training_batches=len(loader))
+        seed_generators(info.seed)
+        with context.attached():
+            self.hooks.call("on_task_end", context, self.engine.module)
+        self._keep(info.client, context)
+        return []
+
+    lr_factor: Callable[[JobInfo], float] = staticmethod(lambda info: 1.0)
+
+    def _context(self, state: RoundState, info: JobInfo, **options: Any) -> ClientContext:
+        anchor = None if state.task_anchor is None else self.engine.layout.views(state.task_anchor)
+        return ClientContext(
+            engine=self.engine,
+            hooks=self.hooks,
+            info=info,
+            callbacks=self.callbacks,
+            loggers=self.settings.loggers,
+            stream=self.data.stream,
+            task_anchor=anchor,
+            default_root_dir=self.settings.run_dir,
+            **options,
+        )
+
+    def _switch_to(self, state: RoundState, client: int) -> dict[str, Any]:
+        """Load global weights and what the client kept; returns the latter."""
+        own: dict[str, Any] = self.store.get(client) or {}
+        self.engine.load(state.params)
+        self.engine.set_tensors(state.counters)
+        self.engine.set_tensors(own.get("local", self._fresh_local))
+        states = own.get("callbacks", {})
+        for callback in self.callbacks:
+            key = callback.state_key
+            if key in states:
+                callback.load_state_dict(states[key])
+            elif self._fresh[key]:
+                callback.load_state_dict(clone_tree(self._fresh[key]))
+            if isinstance(callback, ContinualCallback) and key in self.downloads:
+                callback.download(self.downloads[key])
+        return own
+
+    def _keep(self, client: int, context: ClientContext) -> None:
+        states = {c.state_key: s for c in self.callbacks if (s := c.state_dict())}
+        own: dict[str, Any] = {}
+        if states:
+            own["callbacks"] = states
+        if self.engine.layout.local:
+            own["local"] = self.engine.get_tensors(self.engine.layout.local)
+        if self.settings.keep_optimizer_state and context.optimizers:
+            own["optimizers"] = [clone_tree(o.state_dict()) for o in context.optimizers]
+        if own:
+            self.store.put(client, own)
+
+    def _upload(self, context: ClientContext, update: ClientUpdate) -> list[ClientUpdate]:
+        updates = [update]
+        for callback in self._uploads:
+            if extra := callback.upload(context):
+                update.extra[callback.state_key] = extra
+        for callback in self._uploads:
+            sent: list[ClientUpdate] = []
+            for one in updates:
+                result = callback.on_upload(context, self.engine.module, one)
+                sent += [] if result is None else result if isinstance(result, list) else [result]
+            updates = sent
+        return updates
+
+
+def seed_generators(seed: int) -> None:
+    """What ``lightning.seed_everything(seed)`` draws from, without its environment variables."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def pack_update(update: ClientUpdate, engine: Engine, row: Tensor) -> Tensor:
+    """The update as one flat row, shape ``[layout.size]``."""
+    return update.flat if update.flat is not None else engine.layout.pack(update.tensors, row)
+
+
+def warn_failures(outcomes: Iterable[Outcome], global_round: int) -> None:
+    """One warning line per failed client, on rank 0."""
+    for outcome in outcomes:
+        for failure in outcome.failures:
+            rank_zero_warn(
+                f"round {global_round}: client {failure.client} dropped ({failure.reason}): {failure.detail}",
+                category=UserWarning,
+            )
+
+
+def _failure(info: JobInfo, error: Exception) -> Failure:
+    if isinstance(error, TimeoutError):
+        reason = "timeout"
+    elif isinstance(error, FloatingPointError):
+        reason = "diverged"
+    else:
+        reason = type(error).__name__
+    text = str(error).strip().splitlines()
+    return Failure(info.client, info.phase, reason, text[0] if text else reason)

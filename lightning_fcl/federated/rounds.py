@@ -1,0 +1,221 @@
+"""One round: sampled clients train on their ranks, the guard checks, the aggregator merges."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.aggregators.base import RoundStats
+from lightning_fcl.aggregators.chain import Chain
+from lightning_fcl.exceptions import ClientFailedError, FCLError
+from lightning_fcl.federated.comm import Ranks
+from lightning_fcl.federated.context import JobInfo
+from lightning_fcl.federated.engines.base import Engine
+from lightning_fcl.federated.guard import UpdateGuard, all_finite
+from lightning_fcl.federated.jobs import ClientJobs, Failure, Outcome, pack_update
+from lightning_fcl.federated.state import RoundState
+from lightning_fcl.serialize import dump_tree, load_bytes
+from lightning_fcl.types import ClientUpdate, Metrics
+
+
+class RoundRunner:
+    """Trains the sampled clients and applies what they send.
+
+    Args:
+        engine: Holds the module.
+        jobs: Runs client jobs on this rank.
+        ranks: The ranks that share the clients.
+        chain: The aggregator.
+        on_event: Called with a server hook's name at the points where server callbacks listen.
+    """
+
+    def __init__(self, engine: Engine, jobs: ClientJobs, ranks: Ranks, chain: Chain, on_event: Any) -> None:
+        self.engine = engine
+        self.jobs = jobs
+        self.ranks = ranks
+        self.chain = chain
+        self.on_event = on_event
+        self._scratch = engine.layout.new_vector(engine.fabric.device)
+
+    def train(self, state: RoundState, infos: list[JobInfo]) -> list[Outcome]:
+        """Local training of all sampled clients; this rank takes its contiguous share.
+
+        Args:
+            state: The run's state; ``sampled`` is ascending.
+            infos: One per sampled client, in that order.
+
+        Returns:
+            Outcomes of all clients of all ranks, ascending.
+        """
+        owned = self.ranks.share(len(infos))
+        positions = {info.client: place for place, info in enumerate(infos)}
+        self.chain.reducer.start(state.params, len(infos), owned)
+        self.counters: dict[str, Tensor] = {}
+        self.uploads: dict[int, dict[str, Any]] = {}
+        guard = UpdateGuard(
+            self.engine.layout,
+            state.counters,
+            (infos[place].client for place in owned),
+            task=state.task,
+            round=state.round,
+        )
+        outcomes: dict[int, Outcome] = {}
+        for place in owned:
+            outcome, updates = self.jobs.run(state, infos[place], self.jobs.train)
+            outcomes[outcome.client] = outcome
+            for update in updates:
+                self._receive(update, guard, positions, outcomes, outcome)
+            self.on_event("on_client_end")
+            if outcome.raised:
+                break
+        return self._share_outcomes([outcomes[c] for c in sorted(outcomes)])
+
+    def measure(self, state: RoundState, infos: list[JobInfo]) -> list[Outcome]:
+        """The boundary pass of all given clients."""
+        outcomes = []
+        for place in self.ranks.share(len(infos)):
+            outcome, _ = self.jobs.run(state, infos[place], self.jobs.measure)
+            outcome.accepted = not outcome.raised and not _gave_up(outcome, self.jobs.settings.max_retries)
+            outcomes.append(outcome)
+            self.on_event("on_client_end")
+            if outcome.raised:
+                break
+        return self._share_outcomes(outcomes)
+
+    def _receive(
+        self,
+        update: ClientUpdate,
+        guard: UpdateGuard,
+        positions: dict[int, int],
+        outcomes: dict[int, Outcome],
+        sender: Outcome,
+    ) -> None:
+        rejection = guard.check(update)
+        if rejection is not None:
+            sender.failures.append(Failure(sender.client, "guard", rejection.reason, rejection.detail))
+            return
+        owner = outcomes.setdefault(update.client, Outcome(update.client))
+        owner.accepted = True
+        owner.num_examples = float(update.num_examples)
+        row = pack_update(update, self.engine, self._scratch)
+        self.chain.reducer.add(positions[update.client], row, owner.num_examples)
+        if not self.counters:
+            self.counters = {name: update.tensors[name].clone() for name in self.engine.layout.counters}
+        if update.extra:
+            self.uploads[update.client] = update.extra
+
+    def _share_outcomes(self, outcomes: list[Outcome]) -> list[Outcome]:
+        gathered = self.ranks.gather_json([outcome.to_json() for outcome in outcomes])
+        merged = [Outcome.from_json(data) for part in gathered for data in part]
+        for outcome in merged:
+            if outcome.raised:
+                message = f"client {outcome.client} failed: {outcome.raised}"
+                if self.jobs.error is not None:
+                    raise self.jobs.error
+                raise ClientFailedError(f"{message}. Use on_client_error='skip' or 'retry' to go on without it.")
+        return merged
+
+    # -- merging -----------------------------------------------------------------------------------------------------
+
+    def aggregate(self, state: RoundState, outcomes: list[Outcome], states: list[Any], **facts: int) -> list[Any]:
+        """Merge the accepted updates and write the new global weights into ``state``.
+
+        Args:
+            state: Changed in place: ``params``, ``counters``, ``metrics``.
+            outcomes: Of all ranks; at least one is accepted.
+            states: States of the server steps.
+            facts: ``num_tasks`` and ``total_clients``.
+
+        Returns:
+            The new states of the server steps.
+
+        Raises:
+            FCLError: If the server rule itself produced a non-finite weight; ``state`` is unchanged.
+        """
+        accepted = [outcome for outcome in outcomes if outcome.accepted]
+        stats = RoundStats(
+            task=state.task,
+            round=state.round,
+            num_params=self.engine.layout.num_params,
+            clients=tuple(outcome.client for outcome in accepted),
+            num_examples=tuple(outcome.num_examples for outcome in accepted),
+            lone=self._lone_row(state, accepted),
+            num_tasks=facts["num_tasks"],
+            total_clients=facts["total_clients"],
+        )
+        nodes = self.ranks.gather_nodes(self.chain.reducer.partials(), like=state.params)
+        delta = self.chain.reducer.finish(nodes, stats)
+        params, states = self.chain.apply(state.params, delta, stats, states)
+        if not all_finite(params):
+            raise FCLError(
+                f"the aggregator made non-finite weights in task {state.task}, round {state.round}, although every "
+                "update was finite; the model was left as it was. Lower the server's step size."
+            )
+        state.params = params
+        state.counters = self._merge_counters(state, accepted)
+        self.jobs.downloads = self._merge_uploads(accepted)
+        state.metrics.update(stats.logs)
+        return states
+
+    def _lone_row(self, state: RoundState, accepted: list[Outcome]) -> Tensor | None:
+        row = self.chain.reducer.lone_row()
+        can_copy = self.ranks.gather_json(row is not None)
+        owner = self._owner(state, accepted[0].client)
+        if len(accepted) != 1 or not can_copy[owner]:
+            return None
+        return self.ranks.broadcast(row.clone() if row is not None else torch.empty_like(state.params), owner)
+
+    def _owner(self, state: RoundState, client: int) -> int:
+        place, size, world = state.sampled.index(client), len(state.sampled), self.ranks.world
+        return next(r for r in range(world) if size * r // world <= place < size * (r + 1) // world)
+
+    def _merge_counters(self, state: RoundState, accepted: list[Outcome]) -> dict[str, Tensor]:
+        """Integer buffers of the accepted client with the lowest id."""
+        if not state.counters:
+            return {}
+        parts = self.ranks.gather_bytes(dump_tree(self.counters))
+        counters: dict[str, Tensor] = load_bytes(parts[self._owner(state, accepted[0].client)])
+        return {name: t.to(state.counters[name].device) for name, t in counters.items()}
+
+    def _merge_uploads(self, accepted: list[Outcome]) -> dict[str, dict[str, Any]]:
+        """Reduce what callbacks uploaded, in ascending client order and float64."""
+        keys = {c.state_key: c.upload_reduction for c in self.jobs._uploads}
+        if not any(self.ranks.gather_json(bool(self.uploads))):
+            return {}
+        extras: dict[int, dict[str, Any]] = {}
+        for part in self.ranks.gather_bytes(dump_tree(self.uploads)):
+            extras.update(load_bytes(part))
+        merged: dict[str, dict[str, Any]] = {}
+        for key, reduction in keys.items():
+            senders = [o for o in accepted if key in extras.get(o.client, {})]
+            if senders:
+                weights = [o.num_examples if reduction == "mean" else 1.0 for o in senders]
+                total = sum(weights) if reduction == "mean" else 1.0
+                merged[key] = {
+                    name: (
+                        sum(w * extras[o.client][key][name].double() for w, o in zip(weights, senders, strict=True))
+                        / total
+                    ).to(like.dtype)
+                    for name, like in extras[senders[0].client][key].items()
+                }
+        return merged
+
+
+def client_means(outcomes: list[Outcome]) -> Metrics:
+    """Per-round means of what accepted clients logged, weighted by examples, as ``client/<name>``.
+
+    Names that start with ``loss/`` keep their tag.
+    """
+    sums: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for outcome in outcomes:
+        if outcome.accepted:
+            for name, value in outcome.metrics.items():
+                tag = name if name.startswith("loss/") else f"client/{name}"
+                sums[tag] = sums.get(tag, 0.0) + outcome.num_examples * value
+                weights[tag] = weights.get(tag, 0.0) + outcome.num_examples
+    return {tag: sums[tag] / weights[tag] for tag in sums}
+
+
+def _gave_up(outcome: Outcome, max_retries: int) -> bool:
+    return len(outcome.failures) > 0 and not len(outcome.failures) <= max_retries

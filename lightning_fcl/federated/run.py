@@ -1,0 +1,412 @@
+"""One run: tasks, rounds, boundary passes, evaluation, log rows and commits."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_fcl.callbacks.base import ServerCallback
+from lightning_fcl.exceptions import EmptyRoundError, ResumeMismatchError
+from lightning_fcl.federated.checkpoint import Checkpoint, CheckpointFolder
+from lightning_fcl.federated.client import LocalBudget
+from lightning_fcl.federated.client_data import ClientData
+from lightning_fcl.federated.client_store import ClientStore
+from lightning_fcl.federated.comm import Ranks
+from lightning_fcl.federated.context import ClientContext, JobInfo
+from lightning_fcl.federated.describe import differences
+from lightning_fcl.federated.engines.base import Engine
+from lightning_fcl.federated.evaluate import evaluate, pick_score
+from lightning_fcl.federated.hooks import HookTable
+from lightning_fcl.federated.jobs import ClientJobs, JobSettings, Outcome, seed_generators, warn_failures
+from lightning_fcl.federated.rounds import RoundRunner, client_means
+from lightning_fcl.federated.run_folder import RunFolder
+from lightning_fcl.federated.sampling import client_seed, derive_seed, sample_clients
+from lightning_fcl.federated.state import RoundState
+from lightning_fcl.types import Metrics
+
+if TYPE_CHECKING:
+    from lightning_fcl.data.stream import TaskStream
+    from lightning_fcl.federated.trainer import FederatedTrainer
+
+_MIB = 1 << 20
+
+
+class Run:
+    """The state machine behind ``FederatedTrainer.fit``.
+
+    A run is a row of *units*: the training rounds of each task, then its boundary pass if a callback wants one. Each
+    unit ends in one log row and one commit, so a killed run goes on at the unit after the last commit.
+
+    Args:
+        trainer: The trainer with its settings.
+        engine: Set up, with the user's module in it.
+        stream: The task stream.
+        folder: The run's tables.
+        fingerprint: Description of everything that must be the same on resume.
+    """
+
+    def __init__(
+        self,
+        trainer: "FederatedTrainer",
+        engine: Engine,
+        stream: "TaskStream",
+        folder: RunFolder,
+        fingerprint: dict[str, Any],
+    ) -> None:
+        self.trainer = trainer
+        self.engine = engine
+        self.module: L.LightningModule = engine.module
+        self.stream = stream
+        self.folder = folder
+        self.fingerprint = fingerprint
+        self.ranks = Ranks(engine.fabric, split_clients=trainer.parallel == "clients")
+        self.client_hooks = HookTable(trainer.callbacks, L.Callback, self.module)
+        self.server_hooks = HookTable(trainer.server_callbacks, ServerCallback)
+        self.checkpoints = CheckpointFolder(folder.path / "checkpoints", keep=trainer.keep_checkpoints)
+        self.store = ClientStore(folder.path / "clients", int(trainer.client_state_mb * _MIB))
+        data = ClientData(stream, int(trainer.preload_mb * _MIB), engine.shard)
+        self.jobs = ClientJobs(engine, trainer.callbacks, self.client_hooks, data, self.store, self._job_settings())
+        self.jobs.lr_factor = self._lr_factor
+        self.rounds = RoundRunner(engine, self.jobs, self.ranks, trainer.chain, self._server_event)
+        self.has_boundary = self.client_hooks.has("on_task_end")
+        self.keeps_anchor = any(getattr(c, "uses_task_anchor", False) for c in trainer.callbacks)
+        self.score: str | None = None
+        self.matrix = torch.full((len(stream), len(stream.names)), torch.nan, dtype=torch.float64)
+        self.baseline: Tensor | None = None
+        self.state = RoundState(params=engine.layout.new_vector(engine.fabric.device))
+        engine.read(self.state.params)
+        self.state.counters = engine.get_tensors(engine.layout.counters)
+        self.step_states = trainer.chain.init(self.state.params)
+        self.next = (0, 0)
+        self.seconds: dict[str, float] = {}
+
+    def _job_settings(self) -> JobSettings:
+        trainer = self.trainer
+        return JobSettings(
+            seed=trainer.seed,
+            budget=LocalBudget(
+                epochs=trainer.local_epochs,
+                steps=trainer.local_steps,
+                limit_batches=1 if trainer.fast_dev_run else trainer.limit_train_batches,
+                timeout=trainer.client_timeout,
+            ),
+            on_client_error=trainer.on_client_error,
+            max_retries=trainer.max_retries,
+            keep_optimizer_state=trainer.keep_optimizer_state,
+            loggers=trainer.loggers,
+            run_dir=str(self.folder.path),
+        )
+
+    # -- units -------------------------------------------------------------------------------------------------------
+
+    def execute(self) -> None:
+        """Run all units that are left."""
+        trainer = self.trainer
+        self._server_event("on_fit_start")
+        if self.next == (0, 0) and trainer.measure_baseline and not trainer.fast_dev_run:
+            self._load_global()
+            self.baseline = self._scores(self._evaluate_all())
+        task, unit = self.next
+        while task < self.num_tasks:
+            task, unit = self._run_unit(task, unit)
+        self._load_global()
+        self._server_event("on_fit_end")
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks this run visits."""
+        return 1 if self.trainer.fast_dev_run else len(self.stream)
+
+    def units_of(self, task: int) -> int:
+        """Units of a task: its rounds and, if wanted, the boundary pass."""
+        return self.trainer.rounds_of(task) + self.has_boundary
+
+    def _run_unit(self, task: int, unit: int) -> tuple[int, int]:
+        """One round or boundary pass with its commit; returns the next unit."""
+        trainer, state = self.trainer, self.state
+        started = time.perf_counter()
+        self.seconds = dict.fromkeys(("train", "aggregate", "evaluate", "commit"), 0.0)
+        rounds = trainer.rounds_of(task)
+        state.task, state.round = task, unit
+        state.phase = "train" if unit < rounds else "boundary"
+        state.metrics = {}
+        if unit == 0:
+            trainer.should_stop = False
+            if task > 0 and self.keeps_anchor:
+                state.task_anchor = state.params.clone()
+            self._server_event("on_task_start")
+        outcomes = self._train_round() if state.phase == "train" else self._boundary_pass()
+        self._log_failures(outcomes)
+        stopping = trainer.should_stop and state.phase == "train"
+        following = (task, rounds if stopping else unit + 1)
+        last = following[1] >= self.units_of(task)
+        self._finish_unit(task, unit, last)
+        self.next = (task + 1, 0) if last else following
+        self._commit(final=last and task + 1 == self.num_tasks)
+        row = {"global_round": state.global_round - 1, "seconds": time.perf_counter() - started, **self.seconds}
+        self.folder.append_timing(row)
+        return self.next
+
+    def _train_round(self) -> list[Outcome]:
+        state, trainer = self.state, self.trainer
+        available = self.stream.clients(state.task)
+        count = min(trainer.clients_per_round, 2) if trainer.fast_dev_run else trainer.clients_per_round
+        state.sampled = sample_clients(available, count, trainer.seed, state.task, state.round)
+        self._server_event("on_round_start")
+        with self._timed("train"):
+            outcomes = self.rounds.train(state, [self._info(c, state.phase) for c in state.sampled])
+        with self._timed("aggregate"):
+            self._merge(outcomes)
+        return outcomes
+
+    def _merge(self, outcomes: list[Outcome]) -> None:
+        state, trainer = self.state, self.trainer
+        state.completed = [outcome.client for outcome in outcomes if outcome.accepted]
+        payload = self.engine.layout.nbytes + sum(t.numel() * t.element_size() for t in state.counters.values())
+        state.bytes_down += payload * len(state.sampled)
+        state.bytes_up += payload * len(state.completed)
+        state.metrics["round/clients"] = float(len(state.completed))
+        self._server_event("on_before_aggregate")
+        if len(state.completed) < trainer.quorum(len(state.sampled)):
+            state.completed = []
+            state.empty_rounds += 1
+            if state.empty_rounds >= trainer.max_empty_rounds:
+                reasons = sorted({f.reason for outcome in outcomes for f in outcome.failures})
+                self._log_failures(outcomes)
+                raise EmptyRoundError(
+                    f"{state.empty_rounds} rounds in a row had too few usable updates (reasons: {', '.join(reasons)}). "
+                    f"See failures.csv in {str(self.folder.path)!r}; the model is as after the last good round."
+                )
+        else:
+            state.empty_rounds = 0
+            facts = {"num_tasks": len(self.stream), "total_clients": self.stream.num_clients}
+            self.step_states = self.rounds.aggregate(state, outcomes, self.step_states, **facts)
+            state.metrics.update(client_means(outcomes))
+        self._server_event("on_after_aggregate")
+
+    def _boundary_pass(self) -> list[Outcome]:
+        state = self.state
+        state.sampled = self.stream.clients(state.task)
+        self._server_event("on_round_start")
+        with self._timed("train"):
+            outcomes = self.rounds.measure(state, [self._info(c, state.phase) for c in state.sampled])
+        state.completed = [outcome.client for outcome in outcomes if outcome.accepted]
+        return outcomes
+
+    def _finish_unit(self, task: int, unit: int, last: bool) -> None:
+        """Evaluate if it is time, let server callbacks see the round, and write its row."""
+        state, trainer = self.state, self.trainer
+        if last:
+            self._server_event("on_task_end")
+        due = trainer.eval_every is not None and state.phase == "train" and (unit + 1) % trainer.eval_every == 0
+        if last or due:
+            with self._timed("evaluate"):
+                self._load_global()
+                results = self._evaluate_all()
+            scores = self._scores(results)
+            for name, metrics in zip(self.stream.names, results, strict=True):
+                state.metrics.update({f"task/{name}/{key}": value for key, value in metrics.items()})
+            state.metrics[f"round/{self.score}"] = float(scores[list(self.stream.seen(task))].mean())
+            if last:
+                self.matrix[task] = scores
+                self.folder.write_accuracy(self.stream.names, self.matrix)
+        self._server_event("on_round_end")
+        self.folder.append_metrics(
+            {
+                "global_round": state.global_round,
+                "task": state.task,
+                "round": state.round,
+                "phase": state.phase,
+                **state.metrics,
+            }
+        )
+        for logger in trainer.loggers if self.trainer.is_global_zero else ():
+            logger.log_metrics({**state.metrics, "task": state.task}, step=state.global_round)
+        state.global_round += 1
+
+    # -- pieces ------------------------------------------------------------------------------------------------------
+
+    def _info(self, client: int, phase: str) -> JobInfo:
+        state, trainer = self.state, self.trainer
+        return JobInfo(
+            seed=client_seed(trainer.seed, state.task, state.round, client),
+            client=client,
+            task=state.task,
+            round=state.round,
+            global_round=state.global_round,
+            phase=phase,
+            rounds=trainer.rounds_of(state.task),
+            num_tasks=len(self.stream),
+            num_examples=self.stream.num_examples(state.task, client) if client >= 0 else 0,
+        )
+
+    def _lr_factor(self, info: JobInfo) -> float:
+        return 1.0 if self.trainer.lr_factor is None else float(self.trainer.lr_factor(info.task, info.round))
+
+    def _load_global(self) -> None:
+        self.engine.load(self.state.params)
+        self.engine.set_tensors(self.state.counters)
+
+    def _evaluate_all(self) -> list[Metrics]:
+        """Metrics of the loaded weights on every column; ranks that share clients also share columns."""
+        columns = range(len(self.stream.names))
+        mine = {c: self._evaluate(c) for c in columns if c % self.ranks.world == self.ranks.rank}
+        gathered: dict[str, Metrics] = {}
+        for part in self.ranks.gather_json({str(c): m for c, m in mine.items()}):
+            gathered.update(part)
+        return [gathered[str(c)] for c in columns]
+
+    def _evaluate(self, column: int) -> Metrics:
+        seed_generators(derive_seed(self.trainer.seed, "evaluate", self.state.global_round, column))
+        context = ClientContext(
+            engine=self.engine,
+            hooks=self.client_hooks,
+            info=self._info(-1, "evaluate"),
+            callbacks=self.trainer.callbacks,
+            loggers=self.trainer.loggers,
+            stream=self.stream,
+            default_root_dir=str(self.folder.path),
+        )
+        limit = 1 if self.trainer.fast_dev_run else self.trainer.limit_eval_batches
+        return evaluate(self.engine, self.client_hooks, context, self.stream.eval_loader(column), limit)
+
+    def _scores(self, results: list[Metrics]) -> Tensor:
+        self.score = self.score or pick_score(self.trainer.score, results[0])
+        return torch.tensor([metrics[self.score] for metrics in results], dtype=torch.float64)
+
+    def _server_event(self, name: str) -> None:
+        if self.server_hooks.has(name):
+            if name in ("on_after_aggregate", "on_task_end", "on_fit_start"):
+                self._load_global()
+            seed_generators(derive_seed(self.trainer.seed, name, self.state.task, self.state.round))
+            self.server_hooks.call(name, self.trainer, self.module)
+
+    def _log_failures(self, outcomes: list[Outcome]) -> None:
+        state = self.state
+        if self.trainer.is_global_zero:
+            warn_failures(outcomes, state.global_round)
+        for outcome in outcomes:
+            for failure in outcome.failures:
+                self.folder.append_failure(
+                    {
+                        "global_round": state.global_round,
+                        "task": state.task,
+                        "round": state.round,
+                        "client": failure.client,
+                        "phase": failure.phase,
+                        "reason": failure.reason,
+                        "detail": failure.detail,
+                    }
+                )
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - started
+
+    # -- commits -----------------------------------------------------------------------------------------------------
+
+    def _commit(self, *, final: bool) -> None:
+        state, trainer = self.state, self.trainer
+        for part in self.ranks.gather_json({str(c): v for c, v in self.store.flush(state.global_round).items()}):
+            self.store.versions.update({int(client): version for client, version in part.items()})
+        if not trainer.checkpoint_every or (state.global_round % trainer.checkpoint_every and not final):
+            return
+        with self._timed("commit"):
+            if trainer.is_global_zero:
+                model = {**self.engine.layout.views(state.params), **state.counters}
+                dtypes = {slot.name: slot.dtype for slot in self.engine.layout.slots}
+                model = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in model.items()}
+                self.checkpoints.commit(state.global_round, self._manifest(), model, self._server_tree())
+                kept = self.checkpoints.prune()
+                current = list(self.store.versions.items())
+                kept_versions = [(int(c), v) for m in kept for c, v in m["clients"].items()]
+                self.store.prune([*current, *kept_versions])
+            self.ranks.barrier()
+
+    def _manifest(self) -> dict[str, Any]:
+        state = self.state
+        return {
+            "next": list(self.next),
+            "global_round": state.global_round,
+            "empty_rounds": state.empty_rounds,
+            "bytes_up": state.bytes_up,
+            "bytes_down": state.bytes_down,
+            "score": self.score,
+            "lengths": self.folder.lengths(),
+            "clients": {str(c): v for c, v in sorted(self.store.versions.items())},
+            "fingerprint": self.fingerprint,
+        }
+
+    def _server_tree(self) -> dict[str, Any]:
+        return {
+            "steps": self.step_states,
+            "callbacks": {c.state_key: c.state_dict() for c in self.trainer.server_callbacks},
+            "downloads": self.jobs.downloads,
+            "task_anchor": self.state.task_anchor,
+            "matrix": self.matrix,
+            "baseline": self.baseline,
+        }
+
+    def restore(self, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
+        """Go back to a commit: weights, states, tables and position.
+
+        Args:
+            checkpoint: Verified.
+            strict: Whether a changed configuration is an error.
+
+        Returns:
+            The differences that were let through.
+
+        Raises:
+            ResumeMismatchError: If the configuration differs and ``strict`` is set, or the tensors differ at all.
+        """
+        manifest, state, layout = checkpoint.manifest, self.state, self.engine.layout
+        changed = differences(manifest["fingerprint"], self.fingerprint)
+        if changed and strict:
+            raise ResumeMismatchError(
+                "this run was started with other settings (there -> here):\n  " + "\n  ".join(changed) + "\n"
+                "Use the same settings, another `run_dir`, or fit(..., strict_resume=False) to go on anyway."
+            )
+        expected = {slot.name for slot in layout.slots} | set(layout.counters)
+        if expected != set(checkpoint.model):
+            difference = sorted(expected ^ set(checkpoint.model))[:3]
+            raise ResumeMismatchError(f"the checkpoint holds other tensors than the module; differing: {difference}")
+        device = state.params.device
+        layout.pack(checkpoint.model, state.params)
+        state.counters = {name: checkpoint.model[name].to(device) for name in layout.counters}
+        server = _to_device(checkpoint.server, device)
+        self.step_states, self.jobs.downloads = server["steps"], server["downloads"]
+        state.task_anchor, self.matrix, self.baseline = (
+            server["task_anchor"],
+            server["matrix"].cpu(),
+            server["baseline"],
+        )
+        for callback in self.trainer.server_callbacks:
+            callback.load_state_dict(server["callbacks"].get(callback.state_key, {}))
+        self.next = (manifest["next"][0], manifest["next"][1])
+        state.global_round = manifest["global_round"]
+        state.task, state.round = self.next
+        state.empty_rounds = manifest["empty_rounds"]
+        state.bytes_up, state.bytes_down = manifest["bytes_up"], manifest["bytes_down"]
+        self.score = manifest["score"]
+        self.store.versions = {int(client): version for client, version in manifest["clients"].items()}
+        if self.trainer.is_global_zero:
+            self.checkpoints.drop_after(manifest["number"])
+            self.folder.cut(manifest["lengths"])
+            self.folder.write_accuracy(self.stream.names, self.matrix)
+        self.ranks.barrier()
+        return changed
+
+
+def _to_device(tree: Any, device: torch.device) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: _to_device(value, device) for key, value in tree.items()}
+    return type(tree)(_to_device(v, device) for v in tree) if isinstance(tree, list | tuple) else tree
