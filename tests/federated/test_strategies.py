@@ -1,7 +1,7 @@
 """Engines of ``parallel="model"`` on two ranks, against the same maths written out by hand."""
 
-import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import lightning as L
 import pytest
@@ -10,15 +10,16 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 
+from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.engines.deepspeed import DeepSpeedEngine
 from lightning_fcl.federated.engines.strategy import StrategyEngine, fsdp2
 from lightning_fcl.testing.deepspeed_cpu import CPUDeepSpeedStrategy
-from tests.helpers.ranks import ranks
 
-__all__ = ["ranks"]
+pytestmark = pytest.mark.distributed
 
-ALL = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 ZERO = ["zero1", "zero2", "zero3"]
+ALL = ["ddp", "fsdp2", *ZERO]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -32,30 +33,38 @@ class Case:
     batch_size: int = 7  # odd, so that the ranks' shares differ
     pull: float = 0.0  # strength of a penalty added to the gradients
     scheduler: bool = False
+    norm: bool = False  # a BatchNorm layer
 
 
 class Net(L.LightningModule):
-    """Odd sizes that no number of ranks divides, a parameter of its own, and a step that calls the module itself."""
+    """Sizes that two ranks do not divide, a parameter of its own, and a step that calls the module itself."""
 
     def __init__(self, case):
         super().__init__()
         self.case = case
-        self.body = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-        self.heads = nn.ModuleList([nn.Linear(3, 3)])
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7) if case.norm else nn.ReLU(), nn.Linear(7, 3))
+        self.heads = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.heads[1].requires_grad_(False)
         self.temperature = nn.Parameter(torch.tensor([1.5]))
 
     def forward(self, x):
-        return self.heads[0](self.body(x)) * self.temperature
+        return self.heads[1](self.heads[0](self.body(x))) * self.temperature
 
     def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self(batch[0]) * self.temperature, batch[1])
+        # Gradients of a norm above 1 would show DeepSpeed's silent clipping.
+        return 10 * nn.functional.cross_entropy(self(batch[0]) * self.temperature, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        return self(batch[0]) + self.temperature
 
     def configure_optimizers(self):
-        groups = [{"params": self.body.parameters()}, {"params": [*self.heads.parameters(), self.temperature]}]
+        groups = [{"params": self.body.parameters()}, {"params": [*self.heads[0].parameters(), self.temperature]}]
         if self.case.optimizer == "sgd":
-            return torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01)
+            return torch.optim.SGD(groups, lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.01)
         if self.case.optimizer == "adagrad":
-            return torch.optim.Adagrad(self.parameters(), lr=0.1, initial_accumulator_value=0.1)
+            return torch.optim.Adagrad(
+                (p for p in self.parameters() if p.requires_grad), 0.1, initial_accumulator_value=1
+            )
         return torch.optim.AdamW(groups, lr=0.05)
 
 
@@ -73,153 +82,299 @@ def batches_of(client, case):
 
 
 def share(batch, rank, world):
-    """The contiguous share of one rank, the larger ones first."""
-    return [part.tensor_split(world)[rank] for part in batch]
+    """The contiguous share of one rank."""
+    n = len(batch[0])
+    return [part[n * rank // world : n * (rank + 1) // world] for part in batch]
 
 
-def penalty(params, case):
-    return {name: case.pull * value for name, value in params.items()}
+def schedule(optimizer, case):
+    """A schedule that also moves the momentum, or one that does nothing."""
+    if not case.scheduler:
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=case.steps + 1)
 
 
-# -- the two references ---------------------------------------------------------------------------------------------
+# -- the reference: plain torch on one rank's share, or on the whole batch ------------------------------------------
 
 
-def train_alone(client, case, start=None):
-    """One process, whole batches, plain torch."""
-    return _train_plainly(client, case, start, rank=0, world=1, each=False)
+def train_plainly(client, case, *, world=1, each=False):
+    """Data parallel by hand: gradients are averaged by one all_reduce.
 
-
-def train_by_hand(client, case, start=None, each=False):
-    """Data parallel in plain torch: each rank its share, gradients averaged by one all_reduce.
-
-    ``each``: average after each micro-batch, as ZeRO-2 and ZeRO-3 do, instead of once before the step.
+    ``each``: after every micro-batch, as ZeRO-2 and ZeRO-3 do, instead of once before the step.
     """
-    return _train_plainly(client, case, start, dist.get_rank(), dist.get_world_size(), each)
-
-
-def _train_plainly(client, case, start, rank, world, each):
     net = new_net(case)
-    params = dict(net.named_parameters())
-    if start is not None:
-        net.load_state_dict(start)
+    params = {name: p for name, p in net.named_parameters() if p.requires_grad}
     optimizer = net.configure_optimizers()
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, case.steps) if case.scheduler else None
+    scheduler = schedule(optimizer, case)
     for micro_batches in batches_of(client, case):
         total = {name: torch.zeros_like(p) for name, p in params.items()}
         for batch in micro_batches:
-            x, y = share(batch, rank, world)
-            loss = net.training_step((x, y), 0)
-            if len(x) * world != len(batch[0]):
-                loss = loss * (len(x) * world / len(batch[0]))
-            (loss / case.accumulate).backward()
+            backward_on_share(net, batch, world)
             if each or batch is micro_batches[-1]:
-                for name, p in params.items():
-                    dist.all_reduce(p.grad) if world > 1 else None
-                    total[name] += p.grad / world
-                    p.grad = None
+                average_into(total, params, world)
         for name, p in params.items():
-            p.grad = total[name]
-            if case.pull:
-                p.grad += penalty({name: p.detach()}, case)[name]
+            p.grad = total[name] + case.pull * p.detach() if case.pull else total[name]
         if case.clip:
             nn.utils.clip_grad_norm_(net.parameters(), case.clip)
         optimizer.step()
         optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
+        scheduler.step()
     return {name: p.detach().clone() for name, p in params.items()}
+
+
+def backward_on_share(net, batch, world):
+    x, y = share(batch, dist.get_rank(), world) if world > 1 else batch
+    loss = net.training_step((x, y), 0) / net.case.accumulate
+    if len(x) * world != len(batch[0]):
+        loss = loss * (len(x) * world / len(batch[0]))
+    loss.backward()
+
+
+def average_into(total, params, world):
+    for name, p in params.items():
+        if world > 1:
+            dist.all_reduce(p.grad)
+        total[name] += p.grad / world
+        p.grad = None
 
 
 # -- the engines ----------------------------------------------------------------------------------------------------
 
 
-def make_engine(name, case, **options):
+def make_engine(name, case, module=None, **options):
     zero = name.startswith("zero")
     strategy = CPUDeepSpeedStrategy(stage=int(name[4:])) if zero else {"ddp": "ddp", "fsdp2": fsdp2()}[name]
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     engine = (DeepSpeedEngine if zero else StrategyEngine)(fabric, gradient_clip_val=case.clip, **options)
-    engine.setup(new_net(case))
+    engine.setup(new_net(case) if module is None else module)
     return engine
 
 
-def run_job(engine, client, case, start=None):
-    """What the client loop does, in short."""
-    rank, world = engine.shard
-    fresh = engine.layout.new_vector(torch.device("cpu"))
-    start = dict(new_net(case).named_parameters()) if start is None else start
+def load_start(engine, case):
+    net = new_net(case)
     with torch.no_grad():
-        engine.load(engine.layout.pack(start, fresh))
+        engine.load(engine.layout.pack({**dict(net.named_parameters()), **dict(net.named_buffers())}, row(engine)))
+
+
+def row(engine):
+    return engine.layout.new_vector(CPU)
+
+
+def run_job(engine, client, case, fail_at=None):
+    """What the client loop does, in short."""
+    load_start(engine, case)
     optimizer = engine.module.configure_optimizers()
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, case.steps) if case.scheduler else None
+    scheduler = schedule(optimizer, case)
     (optimizer,) = engine.attach_optimizers([optimizer])
-
-    for micro_batches in batches_of(client, case):
+    for step, micro_batches in enumerate(batches_of(client, case)):
         optimizer.zero_grad()
+        for batch in micro_batches[:-1]:
+            with engine.accumulating(True):
+                backward(engine, batch)
+        if step == fail_at:
+            raise ArithmeticError("on purpose")
+        closure = partial(backward, engine, micro_batches[-1])
+        engine.optimizer_step(optimizer, closure, partial(after, engine, optimizer, case))
+        scheduler.step()
+    return values(engine)
 
-        def forward_and_backward(micro_batches=micro_batches):
-            for batch in micro_batches:
-                with engine.accumulating(batch is not micro_batches[-1]):
-                    x, y = share(batch, rank, world)
-                    loss = engine.training_step((x, y), 0)
-                    loss = engine.scale_loss(loss, len(x), len(batch[0]))
-                    engine.backward(loss / case.accumulate)
-            return loss
 
-        def after():
-            if case.pull:
-                names = [slot.name for slot in engine.layout.slots]
-                engine.add_to_gradients(penalty(engine.get_tensors(names), case))
-            if case.clip and not engine.clips_gradients:
-                engine.clip_gradients(optimizer, case.clip, "norm")
+def backward(engine, batch):
+    x, y = share(batch, *engine.shard)
+    loss = engine.training_step((x, y), 0) / engine.module.case.accumulate
+    engine.backward(engine.scale_loss(loss, len(x), len(batch[0])))
+    return loss
 
-        engine.optimizer_step(optimizer, forward_and_backward, after)
-        if scheduler is not None:
-            scheduler.step()
-    out = engine.layout.new_vector(torch.device("cpu"))
+
+def after(engine, optimizer, case):
+    if case.pull:
+        current = engine.get_tensors([n for n, p in engine.module.named_parameters() if p.requires_grad])
+        engine.add_to_gradients({name: case.pull * value for name, value in current.items()})
+    if case.clip and not engine.clips_gradients:
+        engine.clip_gradients(optimizer, case.clip, "norm")
+
+
+def values(engine):
+    out = row(engine)
     engine.read(out)
     return {name: view.clone() for name, view in engine.layout.views(out).items()}
 
 
-def compare(name, case, each):
+# -- what runs on the ranks -----------------------------------------------------------------------------------------
+
+
+def compare(name, case, each=False):
     engine = make_engine(name, case)
     result = run_job(engine, 3, case)
     engine.teardown()
-    return result, train_by_hand(3, case, each=each), train_alone(3, case)
+    return result, train_plainly(3, case, world=2, each=each), train_plainly(3, case)
 
 
 def switch(name, case):
+    """Clients 1, 2, 1 in one engine, with an evaluation and a failed job between; then 2 in a fresh engine."""
     engine = make_engine(name, case)
-    together = [run_job(engine, client, case) for client in (1, 2, 1)]
+    first = run_job(engine, 1, case)
+    x = torch.ones(2, 5)
+    with engine.evaluating():
+        scores = engine.validation_step((x, None), 0)
+    with pytest.raises(ArithmeticError):
+        run_job(engine, 5, case, fail_at=1)
+    second, again = run_job(engine, 2, case), run_job(engine, 1, case)
+    module = engine.module
     engine.teardown()
-    other = make_engine(name, case)
+    with torch.no_grad():
+        after_teardown = module.eval()(x) + module.temperature
+    other = make_engine(name, case, module)  # the same module, wrapped a second time
     fresh = run_job(other, 2, case)
     other.teardown()
-    return together, fresh
+    return (first, second, again), fresh, (scores.clone(), after_teardown), type(module).__name__
+
+
+def batch_norm(name):
+    case = Case(norm=True, steps=1)
+    engine = make_engine(name, case)
+    result = run_job(engine, 3, case)
+    own = dict(engine.module.named_buffers())["body.1.running_mean"].clone()
+    dist.all_reduce(own)
+    counter = engine.get_tensors(["body.1.num_batches_tracked"])
+    engine.teardown()
+    return result["body.1.running_mean"], own / 2, counter
+
+
+def roundtrip(name):
+    """Frozen and trainable tensors by name, before and after the backend has started."""
+    case = Case(steps=1)
+    engine = make_engine(name, case)
+    names = ["heads.1.weight", "heads.0.bias", "temperature"]
+    before = engine.get_tensors(names)
+    run_job(engine, 1, case)
+    changed = {n: torch.full_like(before[n], 0.3) for n in names[1:]}
+    engine.set_tensors(changed)
+    result = engine.get_tensors(names)
+    engine.teardown()
+    return before, result, dict(new_net(case).named_parameters())
+
+
+def try_deepspeed(case, options, kind):
+    module = {"net": Net, "backward": NetWithBackward, "two": NetWithTwoOptimizers}[kind](case)
+    engine = make_engine("zero2", case, module, **options)
+    configured = module.configure_optimizers()
+    engine.attach_optimizers(configured if isinstance(configured, list) else [configured])
+    engine.clip_gradients(None, 1.0, "norm")
+
+
+class NetWithBackward(Net):
+    def backward(self, loss):
+        loss.backward()
+
+
+class NetWithTwoOptimizers(Net):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.body.parameters(), 0.1), torch.optim.SGD(self.heads.parameters(), 0.1)]
+
+
+def try_fsdp(engine_class):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=fsdp2(lambda module, mesh: module))
+    fabric.launch()
+    engine_class(fabric).setup(Net(Case()))
+
+
+# -- the tests ------------------------------------------------------------------------------------------------------
 
 
 def bits(one, two):
     assert one.keys() == two.keys()
-    differ = [name for name in one if not torch.equal(one[name], two[name])]
-    assert not differ, {n: (one[n] - two[n]).abs().max().item() for n in differ}
+    differ = {n: (one[n] - two[n]).abs().max().item() for n in one if not torch.equal(one[n], two[n])}
+    assert not differ
 
 
-def close(one, two, atol=1e-6):
-    torch.testing.assert_close(one, two, rtol=0, atol=atol)
+def close(one, two):
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", ALL)
 def test_equals_hand_made_data_parallel_bit_for_bit(ranks, name, optimizer):
-    (one, hand, alone), (two, _, _) = ranks.run(compare, name, Case(optimizer, scheduler=True), False)
+    (one, hand, alone), (two, _, _) = ranks.run(compare, name, Case(optimizer, scheduler=True))
     bits(one, two)
     bits(one, hand)
     close(one, alone)
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_accumulation_and_a_penalty_equal_hand_made_data_parallel_bit_for_bit(ranks, name):
+    case = Case(accumulate=3, pull=0.5)
+    one, hand, alone = ranks.run(compare, name, case, name in ("zero2", "zero3"))[0]
+    bits(one, hand)
+    close(one, alone)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_clipping(ranks, name):
+    """Bit for bit where torch clips the whole gradients; otherwise the norm is summed in another order."""
+    case = Case("sgd", clip=0.5)
+    one, hand, alone = ranks.run(compare, name, case)[0]
+    (bits if name == "ddp" else close)(one, hand)
+    close(one, alone)
+    free = ranks.run(compare, name, replace(case, clip=None))[0][0]
+    assert (free["body.0.weight"] - one["body.0.weight"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_switching_clients_leaves_no_trace(ranks, name):
-    (first, second, again), fresh = ranks.run(switch, name, Case("adamw"))[0]
+    case = Case("adamw", accumulate=2)
+    (first, second, again), fresh, (scores, after_teardown), class_name = ranks.run(switch, name, case)[0]
     bits(first, again)
     bits(second, fresh)
     assert not torch.equal(first["body.0.weight"], second["body.0.weight"])
+    assert class_name == "Net"
+    assert scores.shape == after_teardown.shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
+def test_an_optimizer_that_fills_its_state_when_built(ranks, name):
+    (first, second, again), fresh, _, _ = ranks.run(switch, name, Case("adagrad"))[0]
+    bits(first, again)
+    bits(second, fresh)
+    one, hand, _ = ranks.run(compare, name, Case("adagrad"))[0]
+    bits(one, hand)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_batch_statistics_leave_as_the_mean_over_ranks(ranks, name):
+    (one, mean, counter), (two, _, _) = ranks.run(batch_norm, name)
+    assert torch.equal(one, two)
+    torch.testing.assert_close(one, mean)
+    assert counter == {"body.1.num_batches_tracked": torch.tensor(1)}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_tensors_by_name_are_whole(ranks, name):
+    before, result, start = ranks.run(roundtrip, name)[1]
+    for key, value in before.items():
+        assert torch.equal(value, start[key])
+    assert torch.equal(result["heads.1.weight"], start["heads.1.weight"])
+    assert torch.equal(result["heads.0.bias"], torch.full((3,), 0.3))
+    assert torch.equal(result["temperature"], torch.tensor([0.3]))
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "kind", "message"),
+    [
+        (Case(clip=1.0), {"gradient_clip_algorithm": "value"}, "net", "`gradient_clip_algorithm` must be 'norm'"),
+        (Case(), {}, "backward", "`backward` must not be overridden under DeepSpeed"),
+        (Case(), {}, "two", "`configure_optimizers` must return one optimiser under DeepSpeed, got 2"),
+        (Case(), {}, "net", "`clip_gradients` must not be called under DeepSpeed"),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused(ranks, case, options, kind, message):
+    with pytest.raises(MisconfigurationError, match=message):
+        ranks.run(try_deepspeed, case, options, kind)
+
+
+def test_a_strategy_that_does_not_suit_is_refused(ranks):
+    with pytest.raises(MisconfigurationError, match="`strategy` must suit DeepSpeedEngine, got _FSDP2"):
+        ranks.run(try_fsdp, DeepSpeedEngine)
+    with pytest.raises(MisconfigurationError, match=r"must shard every trainable parameter .* leaves out temperature"):
+        ranks.run(try_fsdp, StrategyEngine)

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_fcl.testing import RankPool, run_on_ranks
-from tests.helpers.ranks import ranks
 
-__all__ = ["ranks"]
+pytestmark = pytest.mark.distributed
 
 
 @dataclass

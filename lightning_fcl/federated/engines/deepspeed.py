@@ -85,7 +85,7 @@ class DeepSpeedEngine(StrategyEngine):
         self._fresh_scaler = copy.deepcopy(getattr(self._optimizer, "loss_scaler", None))
 
     def _reset(self) -> None:
-        """Leave nothing of the job before: moments, counters, settings, loss scale, half-accumulated gradients."""
+        """Leave nothing of the job before: moments, counters, settings, loss scale."""
         self._twin.state = defaultdict(dict, copy.deepcopy(self._fresh_state))
         for group, fresh in zip(self._twin.param_groups, self._fresh_groups, strict=True):
             for name in group.keys() - fresh.keys() - {"params"}:
@@ -93,9 +93,13 @@ class DeepSpeedEngine(StrategyEngine):
             group.update(fresh)
         if self._fresh_scaler is not None:
             self._optimizer.loss_scaler = copy.deepcopy(self._fresh_scaler)
-        self._optimizer.zero_grad()
-        for buffers in ("averaged_gradients", "all_grad_tensors"):
-            getattr(self._optimizer, buffers, {}).clear()
+
+    @override
+    def _abandon_step(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+            for buffers in ("averaged_gradients", "all_grad_tensors"):
+                getattr(self._optimizer, buffers, {}).clear()
         self._has_gradients = False
 
     # -- weights --------------------------------------------------------------------------------------------------
@@ -144,6 +148,7 @@ class DeepSpeedEngine(StrategyEngine):
                 group.update({name: value for name, value in face.items() if name != "params"})
             self.root.step()  # type: ignore[operator]
             self._has_gradients = False
+            self._inside_step = False
             self._face.step()  # moves nothing, as DeepSpeed has taken the gradients; schedulers count the call
         return result
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fcl.exceptions import MisconfigurationError
@@ -34,6 +35,7 @@ class StrategyEngine(Engine):
 
     root: nn.Module
     """What is called: the wrapper, or the module itself where the strategy works in place."""
+    _inside_step = False
 
     @staticmethod
     def accepts(strategy: object) -> bool:
@@ -77,7 +79,20 @@ class StrategyEngine(Engine):
 
     @override
     def load(self, vector: Tensor) -> None:
+        if self._inside_step:
+            self._abandon_step()
+            self._inside_step = False
         self.set_tensors(self.layout.views(vector))
+
+    def _abandon_step(self) -> None:
+        """Drop what a failed job left behind; FSDP keeps unsynchronised gradients where `zero_grad` does not reach."""
+        if isinstance(self.root, FSDPModule) and hasattr(self.root, "reset_iter_state"):
+            self.root.reset_iter_state()
+        for child in self.module.modules():
+            if isinstance(child, FSDPModule):
+                child.unshard()
+                child.zero_grad(set_to_none=True)
+                child.reshard()
 
     @override
     @torch.no_grad()
@@ -124,6 +139,7 @@ class StrategyEngine(Engine):
 
     @override
     def training_step(self, *args: Any) -> Any:
+        self._inside_step = True
         with self.precision.forward_context():
             return self._call(self.module.training_step, *args)
 
@@ -154,6 +170,14 @@ class StrategyEngine(Engine):
             return self.root(*args)
         finally:
             restore()
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], after_closure: Callable[[], None]
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, after_closure)
+        self._inside_step = False
+        return result
 
     @override
     def accumulating(self, active: bool) -> AbstractContextManager[Any]:
