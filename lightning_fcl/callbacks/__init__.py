@@ -1,1 +1,9 @@
-"""Placeholder."""
+"""Methods that act on gradients, weights or structure, and callbacks that act on the server."""
+
+from lightning_fcl.callbacks.base import ContinualCallback as ContinualCallback
+from lightning_fcl.callbacks.base import ServerCallback as ServerCallback
+from lightning_fcl.callbacks.client_proximal import ClientProximal as ClientProximal
+from lightning_fcl.callbacks.early_stopping import RoundEarlyStopping as RoundEarlyStopping
+from lightning_fcl.callbacks.ewc import EWC as EWC
+from lightning_fcl.callbacks.fault_injector import FaultInjector as FaultInjector
+from lightning_fcl.callbacks.fedprox import FedProx as FedProx

@@ -88,11 +88,11 @@ class ClientData:
         self._bytes = 0
         self._refused: set[tuple[int, int]] = set()
 
-    def loader(self, task: int, client: int) -> DataLoader[Any]:
-        """The client's training batches in ``task``."""
+    def loader(self, task: int, client: int, *, whole: bool = False) -> DataLoader[Any]:
+        """The client's training batches in ``task``; ``whole`` gives every rank all of every batch."""
         loader = self.stream.train_loader(task, client)
         dataset = self._preloaded((task, client), loader)
-        rank, world = self.shard
+        rank, world = (0, 1) if whole else self.shard
         if dataset is None and world == 1:
             return loader
         batches: Any = loader.batch_sampler

@@ -1,7 +1,7 @@
 """What a module and its callbacks see as ``trainer`` inside a client job."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -286,6 +286,19 @@ class ClientContext:
     def is_global_zero(self) -> bool:
         """Whether this is the first of the ranks that train this client."""
         return self.global_rank == 0
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights or optimiser states are spread over ranks, so that no rank can change weights alone."""
+        return self._engine.sharded
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole values of the trainable parameters, by name; views of the module's own where they live whole."""
+        return self._engine.weights()
+
+    def add_to_gradients(self, terms: Mapping[str, Tensor]) -> None:
+        """Add whole terms, by parameter name, to the gradients; call it in ``on_before_optimizer_step``."""
+        self._engine.add_to_gradients(terms)
 
     @contextmanager
     def attached(self) -> Iterator["ClientContext"]:

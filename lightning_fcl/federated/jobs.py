@@ -203,7 +203,7 @@ class ClientJobs:
             Nothing to aggregate.
         """
         self._switch_to(state, info.client)
-        loader = self.data.loader(info.task, info.client)
+        loader = self.data.loader(info.task, info.client, whole=True)  # so that ranks that share it agree
         context = self._context(state, info, train_dataloader=loader, num_training_batches=len(loader))
         seed_generators(info.seed)
         with context.attached():

@@ -34,6 +34,8 @@ class Engine(ABC):
     layout: Layout
     clips_gradients: bool = False
     """Whether the backend clips by itself, so that the loop must not."""
+    sharded: bool = False
+    """Whether weights or optimiser states are spread over ranks."""
 
     def __init__(
         self,
@@ -144,6 +146,10 @@ class Engine(ABC):
             torch.nn.utils.clip_grad_value_(parameters, clip_value=value)
         else:
             torch.nn.utils.clip_grad_norm_(parameters, value)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole values of the trainable parameters by name; views where they live whole on this device."""
+        return {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
 
     def add_to_gradients(self, terms: Mapping[str, Tensor]) -> None:
         """Add full-size ``terms`` (by parameter name) to the gradients, between backward and step."""

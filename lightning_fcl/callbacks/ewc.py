@@ -1,0 +1,141 @@
+"""EWC: slow down the weights that mattered for earlier tasks."""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_fcl.callbacks.base import ContinualCallback
+from lightning_fcl.callbacks.gradients import add_penalty, check_gradient_access, weights_of
+from lightning_fcl.exceptions import MisconfigurationError
+from lightning_fcl.functional.ewc import ewc_penalty_grad, merge_quadratics
+from lightning_fcl.functional.fisher import fisher_diagonal
+from lightning_fcl.functional.likelihood import classification_log_likelihood
+from lightning_fcl.types import MethodCard, Params
+
+
+class EWC(ContinualCallback):
+    r"""Quadratic pull toward the weights of earlier tasks, weighted by their diagonal Fisher information.
+
+    .. math:: L(\theta) + \tfrac{\lambda}{2} \sum_i F_i (\theta_i - \theta^\star_i)^2
+
+    At the end of a task the empirical Fisher is measured on its training data (per-sample squared gradients of the
+    log-likelihood, mean over samples, in eval mode). During later tasks the pull's gradient is added where gradients are
+    whole, unscaled and not yet clipped. Several quadratics add up to one, so ``memory="all"`` needs no more memory than
+    ``"last"``: one importance and one anchor per weight.
+
+    In a federation the anchor is the global model at the task's end and the Fisher is the client's own; both stay on
+    the client. A client without data of a task keeps what it had.
+
+    Args:
+        strength: :math:`\lambda \ge 0`, with the one half. The step is stable only while learning rate times
+            ``strength`` times the largest importance stays below 2.
+        memory: ``"all"`` protects all earlier tasks, ``"last"`` only the one before.
+        log_likelihood: ``f(module, batch) -> Tensor [B]``, log p(y|x) per example; by default for ``(x, y)`` batches of
+            a classifier whose ``forward`` gives logits.
+        num_samples: Measure on so many examples; ``None`` for all.
+
+    Raises:
+        MisconfigurationError: If an argument is out of range; at setup, if the strategy hides whole gradients.
+
+    Source: Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", PNAS 2017, eq. 3
+    (https://arxiv.org/abs/1612.00796).
+
+    Deviation: the Fisher uses the true labels (empirical Fisher), as most published code does; the definition averages
+    over the model's own.
+    """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="EWC",
+        acts_on="gradient",
+        paper="Kirkpatrick et al., PNAS 2017",
+        url="https://arxiv.org/abs/1612.00796",
+        functions=("ewc_penalty", "ewc_penalty_grad", "fisher_diagonal", "merge_quadratics"),
+        needs=("task boundary", "a pass over the task's data"),
+        smoke={"strength": 10.0},
+        neutral={"strength": 0.0},
+    )
+
+    def __init__(
+        self,
+        strength: float = 100.0,
+        *,
+        memory: Literal["all", "last"] = "all",
+        log_likelihood: Callable[[Any, Any], Tensor] = classification_log_likelihood,
+        num_samples: int | None = None,
+    ) -> None:
+        if not (math.isfinite(strength) and strength >= 0):
+            raise MisconfigurationError(f"`strength` must be finite and not negative, got {strength!r}.")
+        if memory not in ("all", "last"):
+            raise MisconfigurationError(f'`memory` must be "all" or "last", got {memory!r}.')
+        self.strength = strength
+        self.memory = memory
+        self.log_likelihood = log_likelihood
+        self.num_samples = num_samples
+        self.importance: dict[str, Tensor] = {}
+        """Fisher diagonal by parameter name, mean over samples; empty before the first task ends."""
+        self.anchor: dict[str, Tensor] = {}
+        """Where the quadratic has its minimum, by parameter name."""
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(strength=self.strength, memory=self.memory)
+
+    @override
+    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
+        check_gradient_access(trainer, "EWC")
+
+    @override
+    def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        device = pl_module.device
+        self.importance = {name: value.to(device) for name, value in self.importance.items()}
+        self.anchor = {name: value.to(device) for name, value in self.anchor.items()}
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self.importance and self.strength > 0:
+            add_penalty(trainer, pl_module, self._pull, self.importance)
+
+    def _pull(self, weights: Params) -> Params:
+        return ewc_penalty_grad(
+            weights,
+            {name: self.anchor[name] for name in weights},
+            {name: self.importance[name] for name in weights},
+            self.strength,
+        )
+
+    @override
+    def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        if self.strength == 0:
+            return
+        loader = trainer.train_dataloader
+        batches = (_to_device(pl_module, batch) for batch in loader)
+        importance = fisher_diagonal(pl_module, self.log_likelihood, batches, num_samples=self.num_samples)
+        anchor = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
+        if self.importance and self.memory == "all":
+            shared = self.importance.keys() & importance.keys()
+            old = {n: self.importance[n] for n in shared}, {n: self.anchor[n] for n in shared}
+            new = {n: importance[n] for n in shared}, {n: anchor[n] for n in shared}
+            merged_importance, merged_anchor, _ = merge_quadratics(old, new)
+            importance, anchor = {**importance, **merged_importance}, {**anchor, **merged_anchor}
+        self.importance, self.anchor = importance, anchor
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"importance": self.importance, "anchor": self.anchor} if self.importance else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.importance = dict(state_dict.get("importance", {}))
+        self.anchor = dict(state_dict.get("anchor", {}))
+
+
+def _to_device(pl_module: L.LightningModule, batch: Any) -> Any:
+    return pl_module.transfer_batch_to_device(batch, pl_module.device, 0)
