@@ -1,0 +1,133 @@
+"""``FederatedTrainer(parallel="model")`` on two ranks, against data parallel by hand and against one process."""
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_fcl.data.stream import TaskStream
+from lightning_fcl.federated.engines.strategy import fsdp2
+from lightning_fcl.federated.sampling import client_seed
+from lightning_fcl.federated.trainer import FederatedTrainer
+from lightning_fcl.testing.deepspeed_cpu import CPUDeepSpeedStrategy
+
+pytestmark = pytest.mark.distributed
+
+ZERO = ["zero1", "zero2", "zero3"]
+ALL = ["ddp", "fsdp2", *ZERO]
+ROUNDS, EPOCHS = 2, 2
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.ReLU())
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+
+
+def new_net():
+    torch.manual_seed(1)
+    return Net()
+
+
+def new_stream(tasks, clients):
+    draws = torch.Generator().manual_seed(0)
+
+    def dataset(n):
+        x = torch.randn(n, 5, generator=draws)
+        return TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0))
+
+    train = [dataset(23) for _ in range(tasks)]
+    return TaskStream.from_datasets(train=train, test=[dataset(9) for _ in range(tasks)], clients=clients, batch_size=8)
+
+
+def fit(name, run_dir, tasks=1, clients=1, **options):
+    """Train in this process or on these ranks; returns the final weights, the score matrix and what is left of Net."""
+    parallel = {} if name == "alone" else {"parallel": "model", "devices": 2, "strategy": strategy(name)}
+    trainer = FederatedTrainer(
+        rounds=ROUNDS,
+        clients_per_round=2,
+        local_epochs=EPOCHS,
+        accelerator="cpu",
+        run_dir=run_dir,
+        enable_progress_bar=False,
+        **{"devices": 1, **parallel, **options},
+    )
+    net = new_net()
+    report = trainer.fit(net, new_stream(tasks, clients))
+    weights = {n: p.detach().clone() for n, p in net.named_parameters()}
+    return weights, report.accuracy, {type(t) for t in [net, *net.parameters()]} == {Net, nn.Parameter}
+
+
+def strategy(name):
+    if name.startswith("zero"):
+        return CPUDeepSpeedStrategy(stage=int(name[4:]))
+    return fsdp2() if name == "fsdp2" else name
+
+
+def by_hand():
+    """One client: its rounds follow each other, as FedAvg of a lone client is a copy."""
+    net, loader = new_net(), new_stream(1, 1).train_loader(0, 0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for round_ in range(ROUNDS):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(client_seed(0, 0, round_, 0))
+        iter(loader)  # the probe of Trainer.fit, which draws
+        for epoch in range(EPOCHS):
+            for x, y in loader:
+                part = slice(len(x) * rank // world, len(x) * (rank + 1) // world)
+                loss = nn.functional.cross_entropy(net(x[part]), y[part])
+                weight = len(x[part]) * world / len(x)
+                optimizer.zero_grad()
+                (loss if weight == 1 else loss * weight).backward()
+                for p in net.parameters():
+                    dist.all_reduce(p.grad)
+                    p.grad /= world
+                optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 * 0.5 ** (epoch + 1)
+    return {n: p.detach() for n, p in net.named_parameters()}
+
+
+def bits(one, two):
+    assert one.keys() == two.keys()
+    assert not [n for n in one if not torch.equal(one[n], two[n])]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same run in one process, whole batches."""
+    return fit("alone", tmp_path_factory.mktemp("alone"), tasks=2, clients=3)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_one_client_equals_hand_made_data_parallel_bit_for_bit(ranks, name, tmp_path):
+    hand = ranks.run(by_hand)[0]
+    for weights, _, is_plain_again in ranks.run(fit, name, tmp_path / name):
+        bits(weights, hand)
+        assert is_plain_again
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_federation_of_two_tasks_equals_one_process(ranks, alone, name, tmp_path):
+    (one, accuracy, _), (two, _, _) = ranks.run(fit, name, tmp_path / name, 2, 3)
+    bits(one, two)
+    torch.testing.assert_close(one, alone[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(accuracy, alone[1])
