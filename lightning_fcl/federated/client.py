@@ -85,7 +85,6 @@ class LocalTraining:
             hooks.call_callbacks("setup", context, module, "fit")
             self._configure_optimizers(optimizer_states)
             hooks.call("on_fit_start", context, module)
-            iter(self.loader)  # Trainer.fit probes the loader before the first epoch; the parity law wants its draw
             batches = iter(self.loader)
             hooks.call("on_train_start", context, module)
             while not self._done():

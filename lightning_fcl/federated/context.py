@@ -106,7 +106,9 @@ class JobStrategy:
     ) -> None:
         """What ``module.clip_gradients`` reaches through ``trainer.precision_plugin``."""
         if clip_val > 0:
-            self._engine.clip_gradients(optimizer, clip_val, str(gradient_clip_algorithm))
+            self._engine.clip_gradients(
+                optimizer, clip_val, getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+            )
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """A client's job does not talk to other clients: the tensor itself, unless ranks share the client."""

@@ -63,6 +63,7 @@ class Layout:
         """The vector's slots as named views in their own shapes (and the vector's dtype)."""
         return {s.name: vector[s.start : s.stop].view(s.shape) for s in self.slots}
 
+    @torch.no_grad()
     def pack(self, tensors: Params, out: Tensor) -> Tensor:
         """Copy named tensors into ``out`` (shape ``[size]``), casting to its dtype."""
         for slot in self.slots:
