@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.engines.deepspeed import DeepSpeedEngine
-from lightning_fcl.federated.engines.strategy import StrategyEngine, fsdp2
+from lightning_fcl.federated.engines.fsdp2 import fsdp2
+from lightning_fcl.federated.engines.strategy import StrategyEngine
 from lightning_fcl.testing.deepspeed_cpu import CPUDeepSpeedStrategy
 
 pytestmark = pytest.mark.distributed

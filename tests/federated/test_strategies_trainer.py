@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_fcl.data.stream import TaskStream
-from lightning_fcl.federated.engines.strategy import fsdp2
+from lightning_fcl.federated.engines.fsdp2 import fsdp2
 from lightning_fcl.federated.sampling import client_seed
 from lightning_fcl.federated.trainer import FederatedTrainer
 from lightning_fcl.testing.deepspeed_cpu import CPUDeepSpeedStrategy
@@ -42,9 +42,24 @@ class Net(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
 
 
-def new_net():
+class PlainNet(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class ManualNet(PlainNet):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def new_net(kind=Net):
     torch.manual_seed(1)
-    return Net()
+    return kind()
 
 
 def new_stream(tasks, clients):
@@ -58,8 +73,8 @@ def new_stream(tasks, clients):
     return TaskStream.from_datasets(train=train, test=[dataset(9) for _ in range(tasks)], clients=clients, batch_size=8)
 
 
-def fit(name, run_dir, tasks=1, clients=1, **options):
-    """Train in this process or on these ranks; returns the final weights, the score matrix and what is left of Net."""
+def fit(name, run_dir, tasks=1, clients=1, kind=Net, options=None):
+    """Train in this process or on these ranks; returns weights, score matrix and whether the module is plain again."""
     parallel = {} if name == "alone" else {"parallel": "model", "devices": 2, "strategy": strategy(name)}
     trainer = FederatedTrainer(
         rounds=ROUNDS,
@@ -68,12 +83,12 @@ def fit(name, run_dir, tasks=1, clients=1, **options):
         accelerator="cpu",
         run_dir=run_dir,
         enable_progress_bar=False,
-        **{"devices": 1, **parallel, **options},
+        **{"devices": 1, **parallel, **(options or {})},
     )
-    net = new_net()
+    net = new_net(kind)
     report = trainer.fit(net, new_stream(tasks, clients))
     weights = {n: p.detach().clone() for n, p in net.named_parameters()}
-    return weights, report.accuracy, {type(t) for t in [net, *net.parameters()]} == {Net, nn.Parameter}
+    return weights, report.accuracy, {type(t) for t in [net, *net.parameters()]} == {kind, nn.Parameter}
 
 
 def strategy(name):
@@ -89,7 +104,6 @@ def by_hand():
     for round_ in range(ROUNDS):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(client_seed(0, 0, round_, 0))
-        iter(loader)  # the probe of Trainer.fit, which draws
         for epoch in range(EPOCHS):
             for x, y in loader:
                 part = slice(len(x) * rank // world, len(x) * (rank + 1) // world)
@@ -131,3 +145,24 @@ def test_a_federation_of_two_tasks_equals_one_process(ranks, alone, name, tmp_pa
     bits(one, two)
     torch.testing.assert_close(one, alone[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(accuracy, alone[1])
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_manual_optimization_equals_automatic(ranks, name, tmp_path):
+    options = {"limit_train_batches": 2}  # the third batch has uneven shares, which manual optimization cannot weight
+    automatic = ranks.run(fit, name, tmp_path / "automatic", 1, 1, PlainNet, options)[0]
+    manual = ranks.run(fit, name, tmp_path / "manual", 1, 1, ManualNet, options)[1]
+    bits(automatic[0], manual[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", ALL)
+def test_half_precision(ranks, alone, name, precision, tmp_path):
+    """Near full precision, alike on both ranks, and the module returns in the type it came in, or was cast to."""
+    options = {"precision": precision}
+    (one, accuracy, _), (two, _, _) = ranks.run(fit, name, tmp_path / name, 2, 3, Net, options)
+    bits(one, two)
+    assert {t.dtype for t in one.values()} == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
+    torch.testing.assert_close({n: t.float() for n, t in one.items()}, alone[0], rtol=0.02, atol=0.02)
+    assert torch.isfinite(accuracy[-1]).all()

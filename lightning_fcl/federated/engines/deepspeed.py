@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_fcl._imports import optional_import
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.engines.strategy import StrategyEngine, rebuild_parameters
+from lightning_fcl.federated.layout import named_tensors
 
 
 class DeepSpeedEngine(StrategyEngine):
@@ -52,11 +53,15 @@ class DeepSpeedEngine(StrategyEngine):
 
     @override
     def teardown(self) -> None:
-        if self._optimizer is not None:
-            whole = {n: self._gather(p).detach().to(p.dtype, copy=True) for n, p in self.module.named_parameters()}
-            self.root.destroy()  # type: ignore[operator]
-            self.root, self._optimizer = self.module, None
-            rebuild_parameters(self.module, whole)
+        if self._optimizer is None:
+            return
+        dtypes = self._dtypes
+        values = {n: self._gather(p).detach().to(dtypes[n], copy=True) for n, p in self.module.named_parameters()}
+        self.root.destroy()  # type: ignore[operator]
+        self.root, self._optimizer = self.module, None
+        rebuild_parameters(self.module, values)
+        for name, buffer in self.module.named_buffers():
+            buffer.data = buffer.to(dtypes[name])
 
     # -- once a job -----------------------------------------------------------------------------------------------
 
@@ -76,6 +81,7 @@ class DeepSpeedEngine(StrategyEngine):
     def _start(self, twin: Optimizer) -> None:
         strategy: Any = self.fabric.strategy
         shell = _Shell(self.module)
+        self._dtypes = {name: tensor.dtype for name, tensor in named_tensors(self.module).items()}
         self.root, (self._optimizer,), _ = strategy.setup_module_and_optimizers(shell, [twin])
         for tensor in filter(_is_partitioned, self.module.parameters(recurse=False)):
             _deepspeed().zero.register_external_parameter(shell, tensor)
@@ -130,7 +136,11 @@ class DeepSpeedEngine(StrategyEngine):
 
     @override
     def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        return method(*args) if self._optimizer is None else self.root(method, *args)
+        if self._optimizer is not None:
+            return self.root(method, *args)
+        half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(self.precision.precision))
+        with torch.autocast(self.fabric.device.type, dtype=half, enabled=half is not None):
+            return method(*args)  # inputs are cast already; DeepSpeed casts the weights only when it starts
 
     @override
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -9,16 +9,17 @@ import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.engines.base import Engine
+from lightning_fcl.federated.engines.fsdp2 import forget_fsdp, laid_out_like, whole
 from lightning_fcl.federated.layout import named_tensors
 
 
@@ -71,9 +72,9 @@ class StrategyEngine(Engine):
         self.root = self.module
         if any(isinstance(child, FSDPModule) for child in self.module.modules()):
             self._reshard()
-            whole = {n: _whole(p).detach().clone() for n, p in self.module.named_parameters()}
-            _forget_fsdp(self.module)
-            rebuild_parameters(self.module, whole)
+            values = {n: whole(p).detach().clone() for n, p in self.module.named_parameters()}
+            forget_fsdp(self.module)
+            rebuild_parameters(self.module, values)
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -120,14 +121,14 @@ class StrategyEngine(Engine):
     def _gather(self, tensor: Tensor) -> Tensor:
         """The full value of a parameter or buffer, the same on every rank."""
         if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
-            return _whole(tensor)
+            return whole(tensor)
         mean = self.fabric.all_reduce(tensor.double(), reduce_op="mean")  # in float64 the mean of equal values is exact
         assert isinstance(mean, Tensor)
         return mean.to(tensor.dtype)
 
     def _scatter(self, tensor: Tensor, value: Tensor) -> None:
         """Write a full value, which every rank holds, into a parameter or buffer."""
-        tensor.copy_(_laid_out_like(tensor, value))
+        tensor.copy_(laid_out_like(tensor, value))
 
     def _reshard(self) -> None:
         """Let the module hold its shards: after a forward without backward, FSDP leaves gathered copies in place."""
@@ -163,13 +164,30 @@ class StrategyEngine(Engine):
 
         def once(*inner: Any) -> Any:
             restore()  # the method may call the real forward
-            return method(*inner)
+            result = method(*inner)
+            if (wrapper := self._manual_ddp) is not None:
+                wrapper.require_backward_grad_sync = False  # it must not wait for a backward pass that has been
+            return result
 
         attributes["forward"] = once
         try:
             return self.root(*args)
         finally:
             restore()
+            if (wrapper := self._manual_ddp) is not None:
+                wrapper.require_backward_grad_sync = True
+
+    @property
+    def _manual_ddp(self) -> DistributedDataParallel | None:
+        """DDP around a module that runs its backward passes inside the step, where DDP does not expect them."""
+        root = self.root
+        return root if isinstance(root, DistributedDataParallel) and not self.module.automatic_optimization else None
+
+    @override
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if (wrapper := self._manual_ddp) is not None:
+            prepare_for_backward(wrapper, loss)
+        super().backward(loss, *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -204,7 +222,7 @@ class StrategyEngine(Engine):
         own = dict(self.module.named_parameters())
         for name, term in terms.items():
             if (grad := own[name].grad) is not None:
-                grad.add_(_laid_out_like(grad, term))
+                grad.add_(laid_out_like(grad, term))
 
     @override
     def scale_loss(self, loss: Tensor, num_local: int, num_global: int) -> Tensor:
@@ -226,92 +244,8 @@ class StrategyEngine(Engine):
         self._reshard()
 
 
-class _FSDP2(ModelParallelStrategy):
-    """All ranks in one data-parallel group; the parent would give the ranks of one machine to tensor parallelism."""
-
-    @override
-    def setup_environment(self) -> None:
-        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
-        super().setup_environment()
-
-
-def fsdp2(parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None) -> ModelParallelStrategy:
-    """A Fabric strategy that shards one client's model over all ranks with FSDP 2.
-
-    Args:
-        parallelize_fn: Shards the module in place over the mesh's ``"data_parallel"`` dimension and returns it;
-            :func:`shard_children` by default. Write your own if the model calls into the middle of a child, past the
-            child's ``forward``.
-
-    Returns:
-        A strategy for ``FederatedTrainer(parallel="model", strategy=...)`` or ``Fabric(strategy=...)``.
-    """
-    return _FSDP2(parallelize_fn or shard_children)
-
-
-def shard_children(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    """Shard each child that holds parameters of its own, then the module itself with what is left.
-
-    Containers without ``forward`` are looked into. Children that share a parameter stay with the module, as FSDP wants
-    a shared parameter in one group.
-
-    Args:
-        module: Module to shard in place.
-        device_mesh: Mesh with a dimension ``"data_parallel"``.
-
-    Returns:
-        ``module``.
-    """
-    mesh = device_mesh["data_parallel"]
-    children = list(_callable_children(module))
-    for child in children:
-        others = {id(p) for other in children if other is not child for p in other.parameters()}
-        mine = [id(p) for p in child.parameters()]
-        if mine and others.isdisjoint(mine):
-            fully_shard(child, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module
-
-
-def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _callable_children(child)
-        else:
-            yield child
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _laid_out_like(tensor: Tensor, value: Tensor) -> Tensor:
-    """``value``, which is whole on every rank, cut like ``tensor``; nothing is sent."""
-    if not isinstance(tensor, DTensor):
-        return value
-    mesh = tensor.device_mesh
-    whole = DTensor.from_local(value.to(tensor.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=tensor.placements)
-
-
 def rebuild_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give ``module`` plain new parameters with the given values; aliases (tied weights) stay aliases."""
     fresh = {id(p): nn.Parameter(values[n], requires_grad=p.requires_grad) for n, p in module.named_parameters()}
     for child in module.modules():
         child._parameters = {n: None if p is None else fresh[id(p)] for n, p in dict.items(child._parameters)}
-
-
-def _forget_fsdp(module: nn.Module) -> None:
-    """Take FSDP's classes, hooks and registrations off, so that the module can be wrapped again."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.__class__ = type(child).__mro__[2]  # FSDPNet, FSDPModule, Net
-            _module_state_mapping.pop(child, None)
-        attributes = vars(child)
-        for name in [n for n in attributes if n.startswith(("__composable_api", "_is_fsdp_", "_fsdp_"))]:
-            del attributes[name]
-        for hooks in [value for name, value in attributes.items() if name.endswith("_hooks")]:
-            for key in [k for k, hook in hooks.items() if "torch.distributed.fsdp" in getattr(hook, "__module__", "")]:
-                del hooks[key]
