@@ -1,1 +1,49 @@
 """Federated continual learning for people who already use Lightning."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_fcl.aggregators import Chain as Chain
+    from lightning_fcl.aggregators import FedAvg as FedAvg
+    from lightning_fcl.aggregators import ServerProximal as ServerProximal
+    from lightning_fcl.callbacks import EWC as EWC
+    from lightning_fcl.callbacks import ClientProximal as ClientProximal
+    from lightning_fcl.callbacks import ContinualCallback as ContinualCallback
+    from lightning_fcl.callbacks import FaultInjector as FaultInjector
+    from lightning_fcl.callbacks import FedProx as FedProx
+    from lightning_fcl.callbacks import RoundEarlyStopping as RoundEarlyStopping
+    from lightning_fcl.callbacks import ServerCallback as ServerCallback
+    from lightning_fcl.data import PartitionPlan as PartitionPlan
+    from lightning_fcl.data import TaskStream as TaskStream
+    from lightning_fcl.federated.trainer import FederatedTrainer as FederatedTrainer
+    from lightning_fcl.reports import RunReport as RunReport
+
+# Names are looked up on first use, so that the command line can print its help without importing torch.
+_HOMES = {
+    "Chain": "aggregators",
+    "ClientProximal": "callbacks",
+    "ContinualCallback": "callbacks",
+    "EWC": "callbacks",
+    "FaultInjector": "callbacks",
+    "FedAvg": "aggregators",
+    "FedProx": "callbacks",
+    "FederatedTrainer": "federated.trainer",
+    "PartitionPlan": "data",
+    "RoundEarlyStopping": "callbacks",
+    "RunReport": "reports",
+    "ServerCallback": "callbacks",
+    "ServerProximal": "aggregators",
+    "TaskStream": "data",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lightning_fcl' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"lightning_fcl.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -75,9 +75,11 @@ class ContinualCallback(L.Callback):
     Attributes:
         uses_task_anchor: Set to ``True`` on a subclass to find the global weights of the previous task's end as
             ``trainer.task_anchor`` (by parameter name) in a federation.
+        affects_results: Whether a run may not be resumed with other arguments of this callback.
     """
 
     uses_task_anchor: bool = False
+    affects_results: bool = True
     upload_reduction: Literal["mean", "sum"] = "mean"
     """How the server merges what clients :meth:`upload`: a mean weighted by examples, or a sum."""
 

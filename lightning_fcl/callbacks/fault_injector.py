@@ -84,6 +84,8 @@ class FaultInjector(ContinualCallback):
         'nan'
     """
 
+    affects_results = False  # a run that was broken on purpose must resume without the fault
+
     def __init__(
         self,
         kind: str,

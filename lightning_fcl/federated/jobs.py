@@ -236,10 +236,8 @@ class ClientJobs:
         states = own.get("callbacks", {})
         for callback in self.callbacks:
             key = callback.state_key
-            if key in states:
-                callback.load_state_dict(states[key])
-            elif self._fresh[key]:
-                callback.load_state_dict(clone_tree(self._fresh[key]))
+            # A new client starts from the callback's first state, not from what the client before it left behind.
+            callback.load_state_dict(states[key] if key in states else clone_tree(self._fresh[key]))
             if isinstance(callback, ContinualCallback) and key in self.downloads:
                 callback.download(self.downloads[key])
         return own

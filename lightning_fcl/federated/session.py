@@ -147,8 +147,10 @@ def run_config(trainer: "FederatedTrainer", engine: Engine, stream: "TaskStream"
 
 
 def _fingerprint(trainer: "FederatedTrainer", engine: Engine, stream: "TaskStream") -> dict[str, Any]:
+    settings = {key: value for key, value in settings_of(trainer).items() if key not in _FREE}
+    settings["callbacks"] = [describe(c) for c in trainer.callbacks if getattr(c, "affects_results", True)]
     return {
-        "trainer": {key: value for key, value in settings_of(trainer).items() if key not in _FREE},
+        "trainer": settings,
         "module": type(engine.module).__qualname__,
         "tensors": {slot.name: f"{slot.dtype} {list(slot.shape)}" for slot in engine.layout.slots},
         "stream": describe(stream.summary()),

@@ -12,9 +12,15 @@ from lightning_fcl.federated.trainer import FederatedTrainer
 class ToyModule(L.LightningModule):
     """A classifier with whatever the test wants in it; an ordinary LightningModule."""
 
-    def __init__(self, *, dropout=0.0, batch_norm=False, momentum=0.0, scheduler=None, lr=0.1, optimizer="sgd", conv=False):
+    def __init__(
+        self, *, dropout=0.0, batch_norm=False, momentum=0.0, scheduler=None, lr=0.1, optimizer="sgd", conv=False
+    ):
         super().__init__()
-        first = [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(4, 8)] if conv else [nn.Linear(6, 8)]
+        first = (
+            [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(4, 8)]
+            if conv
+            else [nn.Linear(6, 8)]
+        )
         layers = [*first, *([nn.BatchNorm1d(8)] if batch_norm else []), nn.ReLU()]
         layers += [nn.Dropout(dropout)] if dropout else []
         self.net = nn.Sequential(*layers, nn.Linear(8, 3))
