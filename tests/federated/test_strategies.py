@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_fcl.exceptions import MisconfigurationError
-from lightning_fcl.federated.engines.deepspeed import DeepSpeedEngine
+from lightning_fcl.federated.engines.deepspeed import DeepSpeedEngine, _set_clipping
 from lightning_fcl.federated.engines.fsdp2 import fsdp2
 from lightning_fcl.federated.engines.strategy import StrategyEngine
-from lightning_fcl.testing.deepspeed_cpu import CPUDeepSpeedStrategy
+from lightning_fcl.testing import CPUDeepSpeedStrategy
 
 pytestmark = pytest.mark.distributed
 
@@ -35,6 +36,7 @@ class Case:
     pull: float = 0.0  # strength of a penalty added to the gradients
     scheduler: bool = False
     norm: bool = False  # a BatchNorm layer
+    tied: bool = False  # two layers share their weight
 
 
 class Net(L.LightningModule):
@@ -47,6 +49,8 @@ class Net(L.LightningModule):
         self.heads = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
         self.heads[1].requires_grad_(False)
         self.temperature = nn.Parameter(torch.tensor([1.5]))
+        if case.tied:
+            self.body[2].bias = self.heads[0].bias
 
     def forward(self, x):
         return self.heads[1](self.heads[0](self.body(x))) * self.temperature
@@ -59,7 +63,8 @@ class Net(L.LightningModule):
         return self(batch[0]) + self.temperature
 
     def configure_optimizers(self):
-        groups = [{"params": self.body.parameters()}, {"params": [*self.heads[0].parameters(), self.temperature]}]
+        free = [] if self.case.tied else [self.heads[0].bias]
+        groups = [{"params": self.body.parameters()}, {"params": [self.heads[0].weight, *free, self.temperature]}]
         if self.case.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.01)
         if self.case.optimizer == "adagrad":
@@ -190,8 +195,7 @@ def backward(engine, batch):
 
 def after(engine, optimizer, case):
     if case.pull:
-        current = engine.get_tensors([n for n, p in engine.module.named_parameters() if p.requires_grad])
-        engine.add_to_gradients({name: case.pull * value for name, value in current.items()})
+        engine.add_to_gradients({name: case.pull * value for name, value in engine.weights().items()})
     if case.clip and not engine.clips_gradients:
         engine.clip_gradients(optimizer, case.clip, "norm")
 
@@ -209,6 +213,7 @@ def compare(name, case, each=False):
     engine = make_engine(name, case)
     result = run_job(engine, 3, case)
     engine.teardown()
+    assert not case.tied or engine.module.body[2].bias is engine.module.heads[0].bias
     return result, train_plainly(3, case, world=2, each=each), train_plainly(3, case)
 
 
@@ -221,8 +226,12 @@ def switch(name, case):
         scores = engine.validation_step((x, None), 0)
     with pytest.raises(ArithmeticError):
         run_job(engine, 5, case, fail_at=1)
-    second, again = run_job(engine, 2, case), run_job(engine, 1, case)
     module = engine.module
+    with engine.unwrapped(), torch.no_grad():
+        load_start(engine, case)
+        assert torch.equal(module.temperature, new_net(case).temperature)
+        assert not isinstance(module.temperature, DTensor)
+    second, again = run_job(engine, 2, case), run_job(engine, 1, case)
     engine.teardown()
     with torch.no_grad():
         after_teardown = module.eval()(x) + module.temperature
@@ -342,6 +351,12 @@ def test_an_optimizer_that_fills_its_state_when_built(ranks, name):
     bits(one, hand)
 
 
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero1", "zero3"])
+def test_tied_weights_stay_tied(ranks, name):
+    one, hand, _ = ranks.run(compare, name, Case(tied=True))[0]
+    bits(one, hand)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_batch_statistics_leave_as_the_mean_over_ranks(ranks, name):
     (one, mean, counter), (two, _, _) = ranks.run(batch_norm, name)
@@ -358,6 +373,19 @@ def test_tensors_by_name_are_whole(ranks, name):
     assert torch.equal(result["heads.1.weight"], start["heads.1.weight"])
     assert torch.equal(result["heads.0.bias"], torch.full((3,), 0.3))
     assert torch.equal(result["temperature"], torch.tensor([0.3]))
+
+
+@pytest.mark.parametrize(
+    ("config", "value", "clips"), [({}, None, 0.0), ({}, 0.5, 0.5), ({"gradient_clipping": 0.25}, None, 0.25)]
+)
+def test_deepspeed_clips_only_if_the_user_says_so(config, value, clips):
+    _set_clipping(config, value, "norm")
+    assert config == {"gradient_clipping": clips}
+
+
+def test_two_clipping_options_that_disagree_are_refused():
+    with pytest.raises(MisconfigurationError, match=r"`gradient_clip_val` must agree .* got 0\.5 and 0\.25"):
+        _set_clipping({"gradient_clipping": 0.25}, 0.5, "norm")
 
 
 @pytest.mark.parametrize(

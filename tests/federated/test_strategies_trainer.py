@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lightning_fcl.callbacks import FaultInjector, FedProx
 from lightning_fcl.data.stream import TaskStream
 from lightning_fcl.federated.engines.fsdp2 import fsdp2
 from lightning_fcl.federated.sampling import client_seed
 from lightning_fcl.federated.trainer import FederatedTrainer
-from lightning_fcl.testing.deepspeed_cpu import CPUDeepSpeedStrategy
+from lightning_fcl.testing import CPUDeepSpeedStrategy
 
 pytestmark = pytest.mark.distributed
 
@@ -145,6 +146,25 @@ def test_a_federation_of_two_tasks_equals_one_process(ranks, alone, name, tmp_pa
     bits(one, two)
     torch.testing.assert_close(one, alone[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(accuracy, alone[1])
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero3"])
+def test_a_callback_on_the_gradients_equals_one_process(ranks, name, tmp_path):
+    options = {"callbacks": [FedProx(1.0)], "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    alone = fit("alone", tmp_path / "alone", 1, 2, Net, options)[0]
+    one, two = (answer[0] for answer in ranks.run(fit, name, tmp_path / name, 1, 2, Net, options))
+    bits(one, two)
+    torch.testing.assert_close(one, alone, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero3"])
+def test_a_client_that_fails_on_all_ranks_is_skipped(ranks, name, tmp_path):
+    options = {"callbacks": [FaultInjector("exception", clients=[1])], "on_client_error": "skip"}
+    with pytest.warns(UserWarning, match="client 1 dropped"):
+        alone = fit("alone", tmp_path / "alone", 1, 2, Net, options)[0]
+    one, two = (answer[0] for answer in ranks.run(fit, name, tmp_path / name, 1, 2, Net, options))
+    bits(one, two)
+    torch.testing.assert_close(one, alone, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])

@@ -1,4 +1,6 @@
+import importlib.util
 import os
+import sys
 import time
 from dataclasses import dataclass
 
@@ -91,6 +93,16 @@ def test_an_error_that_cannot_travel_is_still_told(ranks):
     with pytest.raises(RuntimeError, match="Rank 0 failed") as caught:
         ranks.run(fail_oddly)
     assert "OddError: 1" in caught.value.__notes__[0]
+
+
+def test_a_function_of_a_file_that_cannot_be_imported_is_found(ranks, tmp_path, monkeypatch):
+    file = tmp_path / "odd-name.py"
+    file.write_text("def answer(x):\n    return x + 1\n")
+    spec = importlib.util.spec_from_file_location("no.such.package.odd", file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    assert ranks.run(module.answer, 1) == [2, 2]
 
 
 def test_a_function_without_a_name_in_a_module_is_refused(ranks):

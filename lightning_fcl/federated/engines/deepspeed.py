@@ -86,13 +86,13 @@ class DeepSpeedEngine(StrategyEngine):
         for tensor in filter(_is_partitioned, self.module.parameters(recurse=False)):
             _deepspeed().zero.register_external_parameter(shell, tensor)
         self._twin: Optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
-        self._fresh_state = copy.deepcopy(dict(self._twin.state))  # not empty where the class fills it when built
+        self._fresh_state = _copied(self._twin.state)  # not empty where the class fills it when it is built
         self._fresh_groups = [{k: v for k, v in g.items() if k != "params"} for g in self._twin.param_groups]
         self._fresh_scaler = copy.deepcopy(getattr(self._optimizer, "loss_scaler", None))
 
     def _reset(self) -> None:
         """Leave nothing of the job before: moments, counters, settings, loss scale."""
-        self._twin.state = defaultdict(dict, copy.deepcopy(self._fresh_state))
+        self._twin.state = defaultdict(dict, _copied(self._fresh_state))
         for group, fresh in zip(self._twin.param_groups, self._fresh_groups, strict=True):
             for name in group.keys() - fresh.keys() - {"params"}:
                 del group[name]
@@ -114,10 +114,11 @@ class DeepSpeedEngine(StrategyEngine):
     def _gather(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter) or self._optimizer is None:
             return super()._gather(tensor)
-        if _is_partitioned(tensor) or tensor.dtype != torch.float32:
-            master = _deepspeed().utils.safe_get_full_fp32_param(tensor) if tensor.requires_grad else None
-            if isinstance(master, Tensor):
-                return master
+        if tensor.dtype == torch.float32 and not _is_partitioned(tensor):
+            return tensor  # ZeRO-1 and ZeRO-2 gather it after every step
+        master = _deepspeed().utils.safe_get_full_fp32_param(tensor) if tensor.requires_grad else None
+        if isinstance(master, Tensor):
+            return master
         with _gathered(tensor, source=None):
             return tensor.detach().clone()
 
@@ -248,6 +249,11 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     twin.param_groups = [dict(group) for group in optimizer.param_groups]
     twin.state = defaultdict(dict)
     return twin
+
+
+def _copied(state: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
+    """An optimiser's state with copied values; its keys are the parameters themselves."""
+    return {parameter: copy.deepcopy(values) for parameter, values in state.items()}
 
 
 def _set_clipping(config: dict[str, Any], value: float | None, algorithm: str) -> None:

@@ -54,6 +54,7 @@ class StrategyEngine(Engine):
         for tensor in named_tensors(self.module).values():
             dist.broadcast(tensor.data, 0)  # frozen weights are never loaded, so they must agree from the start
         self.root = self._wrap_by(strategy)
+        self.sharded = not isinstance(self.root, DistributedDataParallel)
 
     def _wrap_by(self, strategy: Any) -> nn.Module:
         root: nn.Module = strategy.setup_module(self.module)
@@ -75,6 +76,21 @@ class StrategyEngine(Engine):
             values = {n: whole(p).detach().clone() for n, p in self.module.named_parameters()}
             forget_fsdp(self.module)
             rebuild_parameters(self.module, values)
+
+    @contextmanager
+    def unwrapped(self) -> Iterator[None]:
+        """Inside, the module is an ordinary one with whole weights on every rank, for what must look into it.
+
+        Wrapping again costs about as much as :meth:`setup`; only DDP, which hides nothing, goes without.
+        """
+        if not self.sharded:
+            yield
+            return
+        self.teardown()
+        try:
+            yield
+        finally:
+            self._wrap()
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -117,6 +133,12 @@ class StrategyEngine(Engine):
         own = named_tensors(self.module)
         for name, value in tensors.items():
             self._scatter(own[name], value)
+
+    @override
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        self._reshard()
+        return {n: self._gather(p).detach() for n, p in self.module.named_parameters() if p.requires_grad}
 
     def _gather(self, tensor: Tensor) -> Tensor:
         """The full value of a parameter or buffer, the same on every rank."""
@@ -226,8 +248,8 @@ class StrategyEngine(Engine):
 
     @override
     def scale_loss(self, loss: Tensor, num_local: int, num_global: int) -> Tensor:
-        weighted, world = num_local * self.shard[1], num_global
-        return loss if weighted == world else loss * (weighted / world)
+        weight = num_local * self.shard[1] / num_global
+        return loss if weight == 1.0 else loss * weight
 
     @property
     @override
@@ -241,7 +263,7 @@ class StrategyEngine(Engine):
         # Weights gathered in inference mode could not be trained on afterwards.
         with super().evaluating(), torch.inference_mode(False), torch.no_grad():
             yield
-        self._reshard()
+        self._reshard()  # optimisers are built on shards
 
 
 def rebuild_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
