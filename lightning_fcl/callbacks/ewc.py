@@ -24,9 +24,9 @@ class EWC(ContinualCallback):
     .. math:: L(\theta) + \tfrac{\lambda}{2} \sum_i F_i (\theta_i - \theta^\star_i)^2
 
     At the end of a task the empirical Fisher is measured on its training data (per-sample squared gradients of the
-    log-likelihood, mean over samples, in eval mode). During later tasks the pull's gradient is added where gradients are
-    whole, unscaled and not yet clipped. Several quadratics add up to one, so ``memory="all"`` needs no more memory than
-    ``"last"``: one importance and one anchor per weight.
+    log-likelihood, mean over samples, in eval mode). During later tasks the pull's gradient is added where gradients
+    are whole, unscaled and not yet clipped. Several quadratics add up to one, so ``memory="all"`` needs no more memory
+    than ``"last"``: one importance and one anchor per weight.
 
     In a federation the anchor is the global model at the task's end and the Fisher is the client's own; both stay on
     the client. A client without data of a task keeps what it had.

@@ -115,7 +115,9 @@ class HookTable:
 
 
 def _overrides(instance: Any, name: str, base: type) -> bool:
+    if name in vars(instance):  # a hook set on the instance, as mocks and wrappers do
+        return True
     own = getattr(type(instance), name, None)
-    if own is None or own is getattr(base, name, None):
-        return name in vars(instance)  # a hook set on the instance, as mocks and wrappers do
-    return own is not getattr(ContinualCallback, name, None)
+    return (
+        own is not None and own is not getattr(base, name, None) and own is not getattr(ContinualCallback, name, None)
+    )

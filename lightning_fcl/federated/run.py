@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.callbacks.base import ServerCallback
-from lightning_fcl.exceptions import EmptyRoundError, ResumeMismatchError
-from lightning_fcl.federated.checkpoint import Checkpoint, CheckpointFolder
+from lightning_fcl.exceptions import EmptyRoundError
+from lightning_fcl.federated.checkpoint import CheckpointFolder
 from lightning_fcl.federated.client import LocalBudget
 from lightning_fcl.federated.client_data import ClientData
 from lightning_fcl.federated.client_store import ClientStore
 from lightning_fcl.federated.comm import Ranks
 from lightning_fcl.federated.context import ClientContext, JobInfo
-from lightning_fcl.federated.describe import differences
 from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.evaluate import evaluate, pick_score
 from lightning_fcl.federated.hooks import HookTable
 from lightning_fcl.federated.jobs import ClientJobs, JobSettings, Outcome, seed_generators, warn_failures
+from lightning_fcl.federated.persist import commit
 from lightning_fcl.federated.rounds import RoundRunner, client_means
 from lightning_fcl.federated.run_folder import RunFolder
 from lightning_fcl.federated.sampling import client_seed, derive_seed, sample_clients
@@ -108,12 +108,12 @@ class Run:
         trainer = self.trainer
         self._server_event("on_fit_start")
         if self.next == (0, 0) and trainer.measure_baseline and not trainer.fast_dev_run:
-            self._load_global()
+            self.load_global()
             self.baseline = self._scores(self._evaluate_all())
         task, unit = self.next
         while task < self.num_tasks:
             task, unit = self._run_unit(task, unit)
-        self._load_global()
+        self.load_global()
         self._server_event("on_fit_end")
 
     @property
@@ -146,7 +146,8 @@ class Run:
         last = following[1] >= self.units_of(task)
         self._finish_unit(task, unit, last)
         self.next = (task + 1, 0) if last else following
-        self._commit(final=last and task + 1 == self.num_tasks)
+        with self.timed("commit"):
+            commit(self, final=last and task + 1 == self.num_tasks)
         row = {"global_round": state.global_round - 1, "seconds": time.perf_counter() - started, **self.seconds}
         self.folder.append_timing(row)
         return self.next
@@ -157,9 +158,9 @@ class Run:
         count = min(trainer.clients_per_round, 2) if trainer.fast_dev_run else trainer.clients_per_round
         state.sampled = sample_clients(available, count, trainer.seed, state.task, state.round)
         self._server_event("on_round_start")
-        with self._timed("train"):
+        with self.timed("train"):
             outcomes = self.rounds.train(state, [self._info(c, state.phase) for c in state.sampled])
-        with self._timed("aggregate"):
+        with self.timed("aggregate"):
             self._merge(outcomes)
         return outcomes
 
@@ -192,7 +193,7 @@ class Run:
         state = self.state
         state.sampled = self.stream.clients(state.task)
         self._server_event("on_round_start")
-        with self._timed("train"):
+        with self.timed("train"):
             outcomes = self.rounds.measure(state, [self._info(c, state.phase) for c in state.sampled])
         state.completed = [outcome.client for outcome in outcomes if outcome.accepted]
         return outcomes
@@ -204,8 +205,8 @@ class Run:
             self._server_event("on_task_end")
         due = trainer.eval_every is not None and state.phase == "train" and (unit + 1) % trainer.eval_every == 0
         if last or due:
-            with self._timed("evaluate"):
-                self._load_global()
+            with self.timed("evaluate"):
+                self.load_global()
                 results = self._evaluate_all()
             scores = self._scores(results)
             for name, metrics in zip(self.stream.names, results, strict=True):
@@ -247,7 +248,8 @@ class Run:
     def _lr_factor(self, info: JobInfo) -> float:
         return 1.0 if self.trainer.lr_factor is None else float(self.trainer.lr_factor(info.task, info.round))
 
-    def _load_global(self) -> None:
+    def load_global(self) -> None:
+        """Put the global weights into the module."""
         self.engine.load(self.state.params)
         self.engine.set_tensors(self.state.counters)
 
@@ -281,7 +283,7 @@ class Run:
     def _server_event(self, name: str) -> None:
         if self.server_hooks.has(name):
             if name in ("on_after_aggregate", "on_task_end", "on_fit_start"):
-                self._load_global()
+                self.load_global()
             seed_generators(derive_seed(self.trainer.seed, name, self.state.task, self.state.round))
             self.server_hooks.call(name, self.trainer, self.module)
 
@@ -304,109 +306,8 @@ class Run:
                 )
 
     @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the seconds of a block to this unit's row of ``timing.csv``."""
         started = time.perf_counter()
         yield
         self.seconds[part] += time.perf_counter() - started
-
-    # -- commits -----------------------------------------------------------------------------------------------------
-
-    def _commit(self, *, final: bool) -> None:
-        state, trainer = self.state, self.trainer
-        for part in self.ranks.gather_json({str(c): v for c, v in self.store.flush(state.global_round).items()}):
-            self.store.versions.update({int(client): version for client, version in part.items()})
-        if not trainer.checkpoint_every or (state.global_round % trainer.checkpoint_every and not final):
-            return
-        with self._timed("commit"):
-            if trainer.is_global_zero:
-                model = {**self.engine.layout.views(state.params), **state.counters}
-                dtypes = {slot.name: slot.dtype for slot in self.engine.layout.slots}
-                model = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in model.items()}
-                self.checkpoints.commit(state.global_round, self._manifest(), model, self._server_tree())
-                kept = self.checkpoints.prune()
-                current = list(self.store.versions.items())
-                kept_versions = [(int(c), v) for m in kept for c, v in m["clients"].items()]
-                self.store.prune([*current, *kept_versions])
-            self.ranks.barrier()
-
-    def _manifest(self) -> dict[str, Any]:
-        state = self.state
-        return {
-            "next": list(self.next),
-            "global_round": state.global_round,
-            "empty_rounds": state.empty_rounds,
-            "bytes_up": state.bytes_up,
-            "bytes_down": state.bytes_down,
-            "score": self.score,
-            "lengths": self.folder.lengths(),
-            "clients": {str(c): v for c, v in sorted(self.store.versions.items())},
-            "fingerprint": self.fingerprint,
-        }
-
-    def _server_tree(self) -> dict[str, Any]:
-        return {
-            "steps": self.step_states,
-            "callbacks": {c.state_key: c.state_dict() for c in self.trainer.server_callbacks},
-            "downloads": self.jobs.downloads,
-            "task_anchor": self.state.task_anchor,
-            "matrix": self.matrix,
-            "baseline": self.baseline,
-        }
-
-    def restore(self, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
-        """Go back to a commit: weights, states, tables and position.
-
-        Args:
-            checkpoint: Verified.
-            strict: Whether a changed configuration is an error.
-
-        Returns:
-            The differences that were let through.
-
-        Raises:
-            ResumeMismatchError: If the configuration differs and ``strict`` is set, or the tensors differ at all.
-        """
-        manifest, state, layout = checkpoint.manifest, self.state, self.engine.layout
-        changed = differences(manifest["fingerprint"], self.fingerprint)
-        if changed and strict:
-            raise ResumeMismatchError(
-                "this run was started with other settings (there -> here):\n  " + "\n  ".join(changed) + "\n"
-                "Use the same settings, another `run_dir`, or fit(..., strict_resume=False) to go on anyway."
-            )
-        expected = {slot.name for slot in layout.slots} | set(layout.counters)
-        if expected != set(checkpoint.model):
-            difference = sorted(expected ^ set(checkpoint.model))[:3]
-            raise ResumeMismatchError(f"the checkpoint holds other tensors than the module; differing: {difference}")
-        device = state.params.device
-        layout.pack(checkpoint.model, state.params)
-        state.counters = {name: checkpoint.model[name].to(device) for name in layout.counters}
-        server = _to_device(checkpoint.server, device)
-        self.step_states, self.jobs.downloads = server["steps"], server["downloads"]
-        state.task_anchor, self.matrix, self.baseline = (
-            server["task_anchor"],
-            server["matrix"].cpu(),
-            server["baseline"],
-        )
-        for callback in self.trainer.server_callbacks:
-            callback.load_state_dict(server["callbacks"].get(callback.state_key, {}))
-        self.next = (manifest["next"][0], manifest["next"][1])
-        state.global_round = manifest["global_round"]
-        state.task, state.round = self.next
-        state.empty_rounds = manifest["empty_rounds"]
-        state.bytes_up, state.bytes_down = manifest["bytes_up"], manifest["bytes_down"]
-        self.score = manifest["score"]
-        self.store.versions = {int(client): version for client, version in manifest["clients"].items()}
-        if self.trainer.is_global_zero:
-            self.checkpoints.drop_after(manifest["number"])
-            self.folder.cut(manifest["lengths"])
-            self.folder.write_accuracy(self.stream.names, self.matrix)
-        self.ranks.barrier()
-        return changed
-
-
-def _to_device(tree: Any, device: torch.device) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {key: _to_device(value, device) for key, value in tree.items()}
-    return type(tree)(_to_device(v, device) for v in tree) if isinstance(tree, list | tuple) else tree

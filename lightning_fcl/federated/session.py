@@ -18,6 +18,7 @@ from lightning_fcl.federated.checkpoint import Checkpoint, CheckpointFolder, loa
 from lightning_fcl.federated.describe import describe
 from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.hooks import HookTable
+from lightning_fcl.federated.persist import restore
 from lightning_fcl.federated.run import Run
 from lightning_fcl.federated.run_folder import RunFolder
 from lightning_fcl.reports.run_report import RunReport
@@ -97,7 +98,7 @@ def start_run(
     folder = RunFolder(trainer.run_dir, enabled=trainer.is_global_zero)
     run = Run(trainer, engine, stream, folder, _fingerprint(trainer, engine, stream))
     if checkpoint is not None:
-        for line in run.restore(checkpoint, strict=strict):
+        for line in restore(run, checkpoint, strict=strict):
             engine.fabric.print(f"resumed with another setting: {line}", file=sys.stderr)
     elif trainer.is_global_zero:
         folder.cut(dict.fromkeys(folder.lengths(), 0))  # rows of a run that was killed before its first commit

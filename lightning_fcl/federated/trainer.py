@@ -254,6 +254,8 @@ class FederatedTrainer:
         Returns:
             The report, saved into ``run_dir``.
 
+        If an error ends the run, the module holds the global weights of the last good round.
+
         Raises:
             MisconfigurationError: If module, stream and settings cannot work together.
             CheckpointError: If there is nothing valid to resume, or ``run_dir`` holds another run.
@@ -270,6 +272,8 @@ class FederatedTrainer:
                 report = report_of(self, self._run, time.perf_counter() - started)
                 report.save()
             except BaseException as error:
+                if not engine.sharded:  # else the ranks may no longer be in step, and loading needs all of them
+                    self._run.load_global()
                 self._run.server_hooks.call("on_exception", self, module, error)
                 raise
             finally:
