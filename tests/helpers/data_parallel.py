@@ -14,7 +14,6 @@ from lightning_fcl.federated.engines.fsdp2 import fsdp2
 from lightning_fcl.federated.engines.strategy import StrategyEngine
 from lightning_fcl.testing import CPUDeepSpeedStrategy
 
-
 ALL = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 CPU = torch.device("cpu")
 
