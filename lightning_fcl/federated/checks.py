@@ -7,6 +7,7 @@ import lightning as L
 
 from lightning_fcl.aggregators.chain import Chain
 from lightning_fcl.exceptions import MisconfigurationError
+from lightning_fcl.federated.engines.base import Engine
 
 if TYPE_CHECKING:
     from lightning_fcl.data.stream import TaskStream
@@ -70,6 +71,20 @@ def check_module(trainer: "FederatedTrainer", module: L.LightningModule, stream:
     if isinstance(trainer.rounds, Sequence) and len(trainer.rounds) != len(stream):
         raise MisconfigurationError(
             f"`rounds` must be one number or one per task ({len(stream)}), got {len(trainer.rounds)} numbers."
+        )
+
+
+def check_engine(trainer: "FederatedTrainer", engine: Engine) -> None:
+    """Raise :class:`MisconfigurationError` for what ranks that share a client cannot do."""
+    if engine.shard[1] > 1 and trainer.client_timeout is not None:
+        raise MisconfigurationError(
+            "`client_timeout` must be None with parallel='model': ranks that share a client would give up at different "
+            "moments and then wait for each other."
+        )
+    if engine.sharded and trainer.keep_optimizer_state:
+        raise MisconfigurationError(
+            "`keep_optimizer_state` must be False with a strategy that shards optimiser states "
+            f"({type(engine.fabric.strategy).__name__}): they cannot be kept per client. Use DDP."
         )
 
 

@@ -1,5 +1,6 @@
 """One client's local training: the user's ``training_step`` and hooks, in the order ``Trainer.fit`` calls them."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,7 @@ class LocalTraining:
         self._transfer = BatchTransfer(engine)
         self._own_step = _overridden(self.module, "optimizer_step")
         self._step_args = _takes_batch_idx(self.module)
+        self._shares: deque[tuple[int, int]] | None = getattr(loader.batch_sampler, "shares", None)
 
     def run(self, optimizer_states: list[Any] | None = None) -> None:
         """Train as the budget in the context says.
@@ -141,6 +143,7 @@ class LocalTraining:
         batch = self._transfer(batch)
         context._log.batch = batch
         context._progress.batch = index
+        context._progress.share = self._shares.popleft() if self._shares is not None else None
         stop = hooks.call("on_train_batch_start", context, module, batch, index) == -1
         outputs: Any = None
         last = index + 1 == self.num_batches
@@ -175,7 +178,7 @@ class LocalTraining:
                 self.hooks.call("on_before_zero_grad", context, self.module, optimizer)
                 self.module.optimizer_zero_grad(context.current_epoch, index, optimizer)
             if loss is not None:
-                context.strategy.backward(engine.scale_loss(loss, *_share(self.loader)), optimizer)
+                context.strategy.backward(loss, optimizer)
                 outputs.update(loss=loss.detach(), **extra)
             return loss
 
@@ -253,10 +256,6 @@ def _loss_of(result: Any, accumulate: int) -> tuple[Tensor | None, dict[str, Any
             "be skipped)."
         )
     return (None if result is None else result / accumulate), extra
-
-
-def _share(loader: DataLoader[Any]) -> tuple[int, int]:
-    return getattr(loader.batch_sampler, "share", (1, 1))
 
 
 def _scale_learning_rates(optimizers: list[Optimizer], configs: list[Any], factor: float) -> None:

@@ -1,7 +1,7 @@
 """A client's batches: a plain DataLoader, over preloaded tensors where that changes nothing."""
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -46,20 +46,22 @@ class ShardedBatches(BatchSampler):
         world: Ranks that share a batch.
 
     Attributes:
-        share: ``(n_local, n_global)`` of the batch in work; an empty share borrows one example with weight 0.
+        shares: ``(n_local, n_global)`` of the batches handed out and not trained on yet, oldest first; an empty share
+            borrows one example with weight 0.
     """
 
     def __init__(self, batches: Any, rank: int, world: int) -> None:
         self.batches = batches
         self.rank = rank
         self.world = world
-        self.share = (1, 1)
+        self.shares: deque[tuple[int, int]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.shares.clear()
         for batch in self.batches:
             count = len(batch)
             part = batch[count * self.rank // self.world : count * (self.rank + 1) // self.world]
-            self.share = (len(part), count)
+            self.shares.append((len(part), count))
             yield part or batch[:1]
 
     def __len__(self) -> int:

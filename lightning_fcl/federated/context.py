@@ -55,6 +55,8 @@ class _Progress:
         self.step = 0
         self.batch = 0
         self.should_stop = False
+        self.share: tuple[int, int] | None = None
+        """``(n_local, n_global)`` of the batch where ranks share it."""
 
 
 class JobStrategy:
@@ -79,7 +81,9 @@ class JobStrategy:
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any) -> None:
         """Back-propagate with Lightning's hooks around it."""
-        module = self._engine.module
+        module, share = self._engine.module, self._context._progress.share
+        if share is not None:
+            loss = self._engine.scale_loss(loss, *share)
         self._hooks.call("on_before_backward", self._context, module, loss)
         self._engine.backward(loss, *args, **kwargs)
         self._hooks.call("on_after_backward", self._context, module)

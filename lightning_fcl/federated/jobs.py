@@ -129,7 +129,7 @@ class ClientJobs:
             job: :meth:`train` or :meth:`measure`.
 
         Returns:
-            The outcome (not accepted yet; the guard decides), and the updates to check.
+            The outcome (of a training job not accepted yet: the guard decides), and the updates to check.
         """
         outcome = Outcome(info.client, num_examples=float(info.num_examples))
         attempts = 1 + (self.settings.max_retries if self.settings.on_client_error == "retry" else 0)
@@ -146,6 +146,7 @@ class ClientJobs:
                     return outcome, []
             else:
                 outcome.metrics = updates[0].metrics if updates else {}
+                outcome.accepted = info.phase == "boundary"  # nothing is sent that a guard could check
                 return outcome, updates
         return outcome, []
 
@@ -185,7 +186,7 @@ class ClientJobs:
             round=info.round,
             num_examples=float(info.num_examples),
             tensors={**engine.layout.views(self._row), **engine.get_tensors(engine.layout.counters)},
-            metrics=context._log.reduced(),
+            metrics=engine.mean_over_ranks(context._log.reduced()),
             flat=self._row,
         )
         updates = self._upload(context, update)

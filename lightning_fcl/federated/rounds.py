@@ -73,13 +73,13 @@ class RoundRunner:
     def measure(self, state: RoundState, infos: list[JobInfo]) -> list[Outcome]:
         """The boundary pass of all given clients."""
         outcomes = []
-        for place in self.ranks.share(len(infos)):
-            outcome, _ = self.jobs.run(state, infos[place], self.jobs.measure)
-            outcome.accepted = not outcome.raised and not _gave_up(outcome, self.jobs.settings.max_retries)
-            outcomes.append(outcome)
-            self.on_event("on_client_end")
-            if outcome.raised:
-                break
+        with self.engine.unwrapped():
+            for place in self.ranks.share(len(infos)):
+                outcome, _ = self.jobs.run(state, infos[place], self.jobs.measure)
+                outcomes.append(outcome)
+                self.on_event("on_client_end")
+                if outcome.raised:
+                    break
         return self._share_outcomes(outcomes)
 
     def _receive(
@@ -215,7 +215,3 @@ def client_means(outcomes: list[Outcome]) -> Metrics:
                 sums[tag] = sums.get(tag, 0.0) + outcome.num_examples * value
                 weights[tag] = weights.get(tag, 0.0) + outcome.num_examples
     return {tag: sums[tag] / weights[tag] for tag in sums}
-
-
-def _gave_up(outcome: Outcome, max_retries: int) -> bool:
-    return len(outcome.failures) > 0 and not len(outcome.failures) <= max_retries

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_fcl.federated.trainer import FederatedTrainer
 
 _MIB = 1 << 20
+_NEEDS_WEIGHTS = ("on_fit_start", "on_after_aggregate", "on_task_end")
 
 
 class Run:
@@ -281,10 +282,13 @@ class Run:
         return torch.tensor([metrics[self.score] for metrics in results], dtype=torch.float64)
 
     def _server_event(self, name: str) -> None:
-        if self.server_hooks.has(name):
-            if name in ("on_after_aggregate", "on_task_end", "on_fit_start"):
+        if not self.server_hooks.has(name):
+            return
+        state = self.state
+        with self.engine.unwrapped() if self.engine.sharded and name in _NEEDS_WEIGHTS else nullcontext():
+            if name in _NEEDS_WEIGHTS:
                 self.load_global()
-            seed_generators(derive_seed(self.trainer.seed, name, self.state.task, self.state.round))
+            seed_generators(derive_seed(self.trainer.seed, name, state.task, state.round))
             self.server_hooks.call(name, self.trainer, self.module)
 
     def _log_failures(self, outcomes: list[Outcome]) -> None:

@@ -16,7 +16,7 @@ from lightning_fcl.aggregators.base import Reducer, ServerStep
 from lightning_fcl.aggregators.chain import Chain, as_chain
 from lightning_fcl.aggregators.fedavg import FedAvg
 from lightning_fcl.callbacks.base import ServerCallback
-from lightning_fcl.federated.checks import check_arguments, check_module, method_name
+from lightning_fcl.federated.checks import check_arguments, check_engine, check_module, method_name
 from lightning_fcl.federated.context import ClientContext, JobInfo
 from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.engines.select import make_engine
@@ -266,6 +266,7 @@ class FederatedTrainer:
         check_module(self, module, stream)
         started = time.perf_counter()
         with self._working_on(module, "fit") as engine:
+            check_engine(self, engine)
             self._run, self.stream = start_run(self, engine, stream, ckpt_path, strict=strict_resume), stream
             try:
                 self._run.execute()
@@ -309,7 +310,8 @@ class FederatedTrainer:
         """
         with self._working_on(module, "predict") as engine:
             _, context = self._evaluation(engine, [])
-            return predict(engine, context, dataloader)
+            with engine.unwrapped():
+                return predict(engine, context, dataloader)
 
     # -- pieces ------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The merged update depends on the clients alone: not on their order, the number of ranks, or float32 rounding."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -27,7 +28,7 @@ def node_sums(rows, reference, weights, missing, cuts):
     """Nodes of several ranks whose borders are ``cuts``."""
     borders = [0, *sorted(cuts), len(rows)]
     nodes = {}
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in itertools.pairwise(borders):
         part = TreeSum(reference, len(rows), range(start, stop))
         for position in range(start, stop):
             if position not in missing:

@@ -231,7 +231,7 @@ def test_a_job_without_a_step_is_an_error(tmp_path):
         )
 
 
-# -- the guard alone ------------------------------------------------------------------------------------------------------
+# -- the guard alone --------------------------------------------------------------------------------------------------
 
 MODULE = make_toy(batch_norm=True)
 LAYOUT = build_layout(MODULE)

@@ -157,7 +157,7 @@ def started(tmp_path, **options):
         fit(tmp_path, faults=[FaultInjector("exception", task=1, round=1)], **options)
 
 
-# -- damaged checkpoints ------------------------------------------------------------------------------------------------
+# -- damaged checkpoints ----------------------------------------------------------------------------------------------
 
 
 def newest(run_dir):

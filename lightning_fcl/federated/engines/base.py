@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.federated.layout import Layout, Payload, build_layout
+from lightning_fcl.types import Metrics
 
 
 class Engine(ABC):
@@ -163,6 +164,14 @@ class Engine(ABC):
     def scale_loss(self, loss: Tensor, num_local: int, num_global: int) -> Tensor:
         """Weight a rank's mean loss so that the mean over ranks is the mean over the whole batch."""
         return loss
+
+    def mean_over_ranks(self, metrics: Metrics) -> Metrics:
+        """Mean of each number over the ranks that share a client, so that all of them decide alike."""
+        return metrics
+
+    def unwrapped(self) -> AbstractContextManager[Any]:
+        """Inside, the module is an ordinary one with whole weights, on every rank."""
+        return nullcontext()
 
     @property
     def shard(self) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.engines.fsdp2 import forget_fsdp, laid_out_like, whole
 from lightning_fcl.federated.layout import named_tensors
+from lightning_fcl.types import Metrics
 
 
 class StrategyEngine(Engine):
@@ -77,6 +78,7 @@ class StrategyEngine(Engine):
             forget_fsdp(self.module)
             rebuild_parameters(self.module, values)
 
+    @override
     @contextmanager
     def unwrapped(self) -> Iterator[None]:
         """Inside, the module is an ordinary one with whole weights on every rank, for what must look into it.
@@ -245,6 +247,13 @@ class StrategyEngine(Engine):
         for name, term in terms.items():
             if (grad := own[name].grad) is not None:
                 grad.add_(laid_out_like(grad, term))
+
+    @override
+    def mean_over_ranks(self, metrics: Metrics) -> Metrics:
+        names = sorted(metrics)
+        values = torch.tensor([metrics[name] for name in names], dtype=torch.float64, device=self.fabric.device)
+        dist.all_reduce(values)
+        return dict(zip(names, (values / self.shard[1]).tolist(), strict=True))
 
     @override
     def scale_loss(self, loss: Tensor, num_local: int, num_global: int) -> Tensor:
