@@ -115,7 +115,7 @@ class ClientJobs:
         self.error: Exception | None = None
         self._row = engine.layout.new_vector(engine.fabric.device)
         self._fresh = {c.state_key: clone_tree(c.state_dict()) for c in callbacks}
-        self._fresh_local = engine.get_tensors(engine.layout.local)
+        self.fresh_local = engine.get_tensors(engine.layout.local)
         self._uploads = [c for c in callbacks if isinstance(c, ContinualCallback)]
 
     def run(
@@ -233,7 +233,7 @@ class ClientJobs:
         own: dict[str, Any] = self.store.get(client) or {}
         self.engine.load(state.params)
         self.engine.set_tensors(state.counters)
-        self.engine.set_tensors(own.get("local", self._fresh_local))
+        self.engine.set_tensors(own.get("local", self.fresh_local))
         states = own.get("callbacks", {})
         for callback in self.callbacks:
             key = callback.state_key

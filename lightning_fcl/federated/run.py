@@ -142,11 +142,16 @@ class Run:
             self._server_event("on_task_start")
         outcomes = self._train_round() if state.phase == "train" else self._boundary_pass()
         self._log_failures(outcomes)
-        stopping = trainer.should_stop and state.phase == "train"
-        following = (task, rounds if stopping else unit + 1)
-        last = following[1] >= self.units_of(task)
-        self._finish_unit(task, unit, last)
-        self.next = (task + 1, 0) if last else following
+        planned = unit + 1 >= self.units_of(task)
+        due = trainer.eval_every is not None and state.phase == "train" and (unit + 1) % trainer.eval_every == 0
+        results = self._evaluate_round(task) if planned or due else None
+        self._server_event("on_round_end")
+        following = rounds if trainer.should_stop and state.phase == "train" else unit + 1
+        last = following >= self.units_of(task)
+        if last:
+            self._end_task(task, results)
+        self._log_round()
+        self.next = (task + 1, 0) if last else (task, following)
         with self.timed("commit"):
             commit(self, final=last and task + 1 == self.num_tasks)
         row = {"global_round": state.global_round - 1, "seconds": time.perf_counter() - started, **self.seconds}
@@ -199,34 +204,31 @@ class Run:
         state.completed = [outcome.client for outcome in outcomes if outcome.accepted]
         return outcomes
 
-    def _finish_unit(self, task: int, unit: int, last: bool) -> None:
-        """Evaluate if it is time, let server callbacks see the round, and write its row."""
-        state, trainer = self.state, self.trainer
-        if last:
-            self._server_event("on_task_end")
-        due = trainer.eval_every is not None and state.phase == "train" and (unit + 1) % trainer.eval_every == 0
-        if last or due:
-            with self.timed("evaluate"):
-                self.load_global()
-                results = self._evaluate_all()
-            scores = self._scores(results)
-            for name, metrics in zip(self.stream.names, results, strict=True):
-                state.metrics.update({f"task/{name}/{key}": value for key, value in metrics.items()})
-            state.metrics[f"round/{self.score}"] = float(scores[list(self.stream.seen(task))].mean())
-            if last:
-                self.matrix[task] = scores
-                self.folder.write_accuracy(self.stream.names, self.matrix)
-        self._server_event("on_round_end")
-        self.folder.append_metrics(
-            {
-                "global_round": state.global_round,
-                "task": state.task,
-                "round": state.round,
-                "phase": state.phase,
-                **state.metrics,
-            }
-        )
-        for logger in trainer.loggers if self.trainer.is_global_zero else ():
+    def _evaluate_round(self, task: int) -> Tensor:
+        """Scores of the global weights on every column; all that was logged goes into the round's metrics."""
+        state = self.state
+        with self.timed("evaluate"):
+            self.load_global()
+            results = self._evaluate_all()
+        scores = self._scores(results)
+        for name, metrics in zip(self.stream.names, results, strict=True):
+            state.metrics.update({f"task/{name}/{key}": value for key, value in metrics.items()})
+        state.metrics[f"round/{self.score}"] = float(scores[list(self.stream.seen(task))].mean())
+        return scores
+
+    def _end_task(self, task: int, scores: Tensor | None) -> None:
+        """Fill the task's row of the score matrix."""
+        self._server_event("on_task_end")
+        if scores is None or self.server_hooks.has("on_task_end"):  # a callback may have changed the weights
+            scores = self._evaluate_round(task)
+        self.matrix[task] = scores
+        self.folder.write_accuracy(self.stream.names, self.matrix)
+
+    def _log_round(self) -> None:
+        state = self.state
+        position = {"global_round": state.global_round, "task": state.task, "round": state.round, "phase": state.phase}
+        self.folder.append_metrics({**position, **state.metrics})
+        for logger in self.trainer.loggers if self.trainer.is_global_zero else ():
             logger.log_metrics({**state.metrics, "task": state.task}, step=state.global_round)
         state.global_round += 1
 
@@ -252,7 +254,7 @@ class Run:
     def load_global(self) -> None:
         """Put the global weights into the module."""
         self.engine.load(self.state.params)
-        self.engine.set_tensors(self.state.counters)
+        self.engine.set_tensors({**self.state.counters, **self.jobs.fresh_local})
 
     def _evaluate_all(self) -> list[Metrics]:
         """Metrics of the loaded weights on every column; ranks that share clients also share columns."""
