@@ -75,13 +75,15 @@ class TreeSum:
         start = self._block * SLAB_ROWS
         for level, index in _cover(max(self._owned.start, start), min(self._owned.stop, start + SLAB_ROWS)):
             low, high = (index << level) - start, ((index + 1) << level) - start
-            weights = self._weights[low:high]
-            if not any(weights):
+            while high > low and not self._weights[high - 1]:  # missing at the end: the tree of the rest is the same
+                high -= 1
+            if high == low:
                 continue
             for place in range(low, high):
                 if not self._weights[place]:  # zero delta, whatever an earlier round left in the slab
                     self._slab[place].copy_(self.reference)
-            node = weighted_delta_sum(self._slab[low:high], self.reference, torch.tensor(weights, dtype=torch.float64))
+            weights = torch.tensor(self._weights[low:high], dtype=torch.float64)
+            node = weighted_delta_sum(self._slab[low:high], self.reference, weights)
             _insert(self._nodes, (level, index), node)
         self._weights = [0.0] * SLAB_ROWS
         self._block = -1

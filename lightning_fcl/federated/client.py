@@ -1,19 +1,26 @@
 """One client's local training: the user's ``training_step`` and hooks, in the order ``Trainer.fit`` calls them."""
 
+import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.core.optimizer import (
+    _configure_optimizers,
+    _configure_schedulers_automatic_opt,
+    _configure_schedulers_manual_opt,
+    _validate_multiple_optimizers_support,
+    _validate_optimizers_attached,
+    _validate_scheduler_api,
+)
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from lightning_fcl.exceptions import NoTrainingError
+from lightning_fcl.exceptions import MisconfigurationError, NoTrainingError
 from lightning_fcl.federated.context import ClientContext
 from lightning_fcl.federated.deadline import Deadline
 from lightning_fcl.federated.engines.base import Engine
@@ -37,6 +44,20 @@ class LocalBudget:
     timeout: float | None = None
 
 
+class ModuleFacts:
+    """What the loop must know of a module's code; found once a run.
+
+    Args:
+        engine: Holds the module.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        module = engine.module
+        self.own_optimizer_step = _overridden(module, "optimizer_step")
+        self.training_step_takes_index = _takes_index(module.training_step)
+        self.transfer = BatchTransfer(engine)
+
+
 class LocalTraining:
     """Runs one job in the engine's module.
 
@@ -45,6 +66,7 @@ class LocalTraining:
         hooks: Callback and module hooks.
         context: The job's context.
         loader: The client's batches.
+        facts: What is known of the module.
         lr_factor: Multiplies every learning rate of this job.
         timeout: Seconds after which :class:`TimeoutError` is raised; ``None`` for never.
     """
@@ -54,7 +76,8 @@ class LocalTraining:
         engine: Engine,
         hooks: HookTable,
         context: ClientContext,
-        loader: DataLoader[Any],
+        loader: Any,
+        facts: ModuleFacts,
         *,
         lr_factor: float = 1.0,
         timeout: float | None = None,
@@ -67,9 +90,7 @@ class LocalTraining:
         self.lr_factor = lr_factor
         self.deadline = Deadline(timeout)
         self.num_batches = context.num_training_batches
-        self._transfer = BatchTransfer(engine)
-        self._own_step = _overridden(self.module, "optimizer_step")
-        self._step_args = _takes_batch_idx(self.module)
+        self.facts = facts
         self._shares: deque[tuple[int, int]] | None = getattr(loader.batch_sampler, "shares", None)
 
     def run(self, optimizer_states: list[Any] | None = None) -> None:
@@ -104,12 +125,16 @@ class LocalTraining:
 
     def _configure_optimizers(self, states: list[Any] | None) -> None:
         context = self.context
-        optimizers, configs = _init_optimizers_and_lr_schedulers(self.module)
+        configured = self.module.configure_optimizers()
+        if isinstance(configured, Optimizer):
+            optimizers: list[Optimizer] = [configured]
+            configs: list[Any] = []
+        else:  # lists, dicts and schedulers in all of Lightning's forms, with its own messages
+            optimizers, configs = _parse_optimizers(self.module, configured)
         if self.lr_factor != 1.0:
             _scale_learning_rates(optimizers, configs, self.lr_factor)
         context.optimizers = self.engine.attach_optimizers(optimizers)
         context.lr_scheduler_configs = configs
-        context.strategy.attach(context.optimizers)
         for optimizer, state in zip(context.optimizers, states or [], strict=False):
             optimizer.load_state_dict(state)
 
@@ -140,7 +165,7 @@ class LocalTraining:
     def _run_batch(self, batch: Any, index: int) -> bool:
         """Train on one batch; ``False`` ends the epoch early, as ``on_train_batch_start`` may ask by ``-1``."""
         context, hooks, module = self.context, self.hooks, self.module
-        batch = self._transfer(batch)
+        batch = self.facts.transfer(batch)
         context._log.batch = batch
         context._progress.batch = index
         context._progress.share = self._shares.popleft() if self._shares is not None else None
@@ -168,10 +193,13 @@ class LocalTraining:
         context, engine = self.context, self.engine
         optimizer: Optimizer = context.optimizers[0]
         outputs: dict[str, Any] = {}
-        args = (batch, index) if self._step_args else (batch,)
+        args = (batch, index) if self.facts.training_step_takes_index else (batch,)
 
-        @torch.enable_grad()
         def closure() -> Tensor | None:
+            with torch.enable_grad():  # an optimiser may call this from inside its own no_grad
+                return forward_and_backward()
+
+        def forward_and_backward() -> Tensor | None:
             result = engine.training_step(*args)
             loss, extra = _loss_of(result, context.accumulate_grad_batches)
             if index % context.accumulate_grad_batches == 0:
@@ -185,7 +213,7 @@ class LocalTraining:
         if not whole:
             with engine.accumulating(True):
                 closure()
-        elif self._own_step:
+        elif self.facts.own_optimizer_step:
             wrapped = context.strategy._lightning_optimizers[0]
             self.module.optimizer_step(context.current_epoch, index, wrapped, closure)
         else:
@@ -193,7 +221,7 @@ class LocalTraining:
         return outputs or None
 
     def _manual(self, batch: Any, index: int) -> Any:
-        result = self.engine.training_step(*((batch, index) if self._step_args else (batch,)))
+        result = self.engine.training_step(*((batch, index) if self.facts.training_step_takes_index else (batch,)))
         if isinstance(result, Tensor):
             return {"loss": result.detach()}
         if result is not None and not isinstance(result, Mapping):
@@ -241,6 +269,22 @@ class BatchTransfer:
         return module.on_after_batch_transfer(batch, 0)
 
 
+def _parse_optimizers(module: L.LightningModule, configured: Any) -> tuple[list[Optimizer], list[Any]]:
+    if configured is None:
+        raise MisconfigurationError("`configure_optimizers` must return an optimizer to train with, got None.")
+    optimizers, schedulers, monitor = _configure_optimizers(configured)
+    automatic = module.automatic_optimization
+    configs = (
+        _configure_schedulers_automatic_opt(schedulers, monitor)
+        if automatic
+        else _configure_schedulers_manual_opt(schedulers)
+    )
+    _validate_multiple_optimizers_support(optimizers, module)
+    _validate_optimizers_attached(optimizers, configs)
+    _validate_scheduler_api(configs, module)
+    return optimizers, configs
+
+
 def _loss_of(result: Any, accumulate: int) -> tuple[Tensor | None, dict[str, Any]]:
     extra: dict[str, Any] = {}
     if isinstance(result, Mapping):
@@ -255,7 +299,8 @@ def _loss_of(result: Any, accumulate: int) -> tuple[Tensor | None, dict[str, Any
             "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step will "
             "be skipped)."
         )
-    return (None if result is None else result / accumulate), extra
+    # Dividing by 1 changes no bit, but costs a node of the graph.
+    return (result if result is None or accumulate == 1 else result / accumulate), extra
 
 
 def _scale_learning_rates(optimizers: list[Optimizer], configs: list[Any], factor: float) -> None:
@@ -273,8 +318,6 @@ def _overridden(module: L.LightningModule, name: str) -> bool:
     return getattr(type(module), name, None) is not getattr(L.LightningModule, name) or name in vars(module)
 
 
-def _takes_batch_idx(module: L.LightningModule) -> bool:
-    import inspect
-
-    parameters = inspect.signature(module.training_step).parameters
+def _takes_index(step: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(step).parameters
     return len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from lightning_fcl.data.stream import TaskStream
 from lightning_fcl.serialize import tree_bytes
@@ -19,7 +28,6 @@ class Preloaded(Dataset[Any]):
 
     Args:
         columns: One tensor per field of an example, each of length ``N``.
-        as_list: What the collate function makes of a tuple: ``default_collate`` gives a list.
     """
 
     def __init__(self, columns: Sequence[Tensor]) -> None:
@@ -33,8 +41,51 @@ class Preloaded(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
         """A collated batch, as ``default_collate`` would stack it."""
-        chosen = torch.tensor(indices)
-        return [column[chosen] for column in self.columns]
+        return self.take(torch.tensor(indices))
+
+    def take(self, indices: Tensor) -> list[Tensor]:
+        """The batch of the given examples."""
+        return [column.index_select(0, indices) for column in self.columns]
+
+
+class PreloadedLoader:
+    """Yields what ``DataLoader`` would over preloaded examples, from the same draws of torch's global generator.
+
+    A ``DataLoader`` turns a permutation into Python integers, groups them, and opens a profiler range per batch; for a
+    client of two batches that costs as much as a tenth of its training.
+
+    Args:
+        plain: The loader that it stands for; other attributes are looked up there.
+        dataset: Its examples.
+    """
+
+    def __init__(self, plain: DataLoader[Any], dataset: Preloaded) -> None:
+        self.plain = plain
+        self.dataset = dataset
+        self.batch_sampler = None
+        self._shuffles = isinstance(plain.sampler, RandomSampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        torch.empty((), dtype=torch.int64).random_()  # a DataLoader draws its workers' base seed when it is opened
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[Tensor]]:
+        count, batch_size = len(self.dataset), self.plain.batch_size
+        assert batch_size is not None
+        if not self._shuffles:
+            for start in range(0, count, batch_size):
+                yield [column[start : start + batch_size] for column in self.dataset.columns]
+            return
+        generator = torch.Generator()  # RandomSampler seeds one of its own when the first batch is asked for
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        for indices in torch.randperm(count, generator=generator).split(batch_size):
+            yield self.dataset.take(indices)
 
 
 class ShardedBatches(BatchSampler):
@@ -86,45 +137,51 @@ class ClientData:
         self.stream = stream
         self.budget_bytes = budget_bytes
         self.shard = shard
-        self._cache: OrderedDict[tuple[int, int], Preloaded] = OrderedDict()
+        self._loaders: OrderedDict[tuple[int, int, bool], tuple[Any, int]] = OrderedDict()
         self._bytes = 0
-        self._refused: set[tuple[int, int]] = set()
 
-    def loader(self, task: int, client: int, *, whole: bool = False) -> DataLoader[Any]:
+    def loader(self, task: int, client: int, *, whole: bool = False) -> Any:
         """The client's training batches in ``task``; ``whole`` gives every rank all of every batch."""
-        loader = self.stream.train_loader(task, client)
-        dataset = self._preloaded((task, client), loader)
-        rank, world = (0, 1) if whole else self.shard
-        if dataset is None and world == 1:
-            return loader
-        batches: Any = loader.batch_sampler
-        if world > 1:
-            batches = ShardedBatches(batches, rank, world)
+        key = (task, client, whole)
+        if key in self._loaders:
+            self._loaders.move_to_end(key)
+            return self._loaders[key][0]
+        plain = self.stream.train_loader(task, client)
+        usable = self.budget_bytes > 0 and _is_plain_loader(plain)
+        dataset = preload(plain.dataset, self.budget_bytes) if usable else None
+        loader = self._make(plain, dataset, *((0, 1) if whole else self.shard))
+        if dataset is not None:
+            self._keep(key, loader, tree_bytes(dataset.columns))
+        return loader
+
+    def _make(self, plain: DataLoader[Any], dataset: Preloaded | None, rank: int, world: int) -> Any:
+        if world == 1:
+            return plain if dataset is None else PreloadedLoader(plain, dataset)
         return DataLoader(
-            loader.dataset if dataset is None else dataset,
-            batch_sampler=batches,
-            collate_fn=loader.collate_fn if dataset is None else _identity,
-            num_workers=loader.num_workers,
+            plain.dataset if dataset is None else dataset,
+            batch_sampler=ShardedBatches(plain.batch_sampler, rank, world),
+            collate_fn=plain.collate_fn if dataset is None else _identity,
+            num_workers=plain.num_workers,
         )
 
-    def _preloaded(self, key: tuple[int, int], loader: DataLoader[Any]) -> Preloaded | None:
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        usable = self.budget_bytes > 0 and loader.num_workers == 0 and loader.collate_fn is default_collate
-        if not usable or loader.batch_sampler is None or key in self._refused:
-            return None
-        dataset = preload(loader.dataset, self.budget_bytes)
-        if dataset is None:
-            self._refused.add(key)
-            return None
-        size = tree_bytes(dataset.columns)
-        while self._cache and self._bytes + size > self.budget_bytes:
-            _, old = self._cache.popitem(last=False)
-            self._bytes -= tree_bytes(old.columns)
-        self._cache[key] = dataset
+    def _keep(self, key: tuple[int, int, bool], loader: Any, size: int) -> None:
+        self._loaders[key] = loader, size
         self._bytes += size
-        return dataset
+        while self._bytes > self.budget_bytes:
+            _, (_, old) = self._loaders.popitem(last=False)
+            self._bytes -= old
+
+
+def _is_plain_loader(loader: DataLoader[Any]) -> bool:
+    """Whether the loader is what ``TaskStream`` makes without worker processes or a collate function of one's own."""
+    return (
+        loader.num_workers == 0
+        and loader.collate_fn is default_collate
+        and not loader.drop_last
+        and loader.batch_size is not None
+        and type(loader.sampler) in (RandomSampler, SequentialSampler)
+        and loader.generator is None
+    )
 
 
 def preload(dataset: Dataset[Any], budget_bytes: int) -> Preloaded | None:

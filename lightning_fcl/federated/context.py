@@ -66,18 +66,21 @@ class JobStrategy:
         self._context = context
         self._engine = engine
         self._hooks = hooks
-        self._lightning_optimizers: list[LightningOptimizer] = []
+        self._wrapped: list[LightningOptimizer] | None = None
 
     @property
     def lightning_module(self) -> L.LightningModule:
         """The user's module."""
         return self._engine.module
 
-    def attach(self, optimizers: list[Optimizer]) -> None:
-        """Wrap the job's optimisers as ``self.optimizers()`` hands them out."""
-        self._lightning_optimizers = [LightningOptimizer(o) for o in optimizers]
-        for wrapped in self._lightning_optimizers:
-            wrapped._strategy = self  # type: ignore[assignment]
+    @property
+    def _lightning_optimizers(self) -> list[LightningOptimizer]:
+        """The job's optimisers as ``self.optimizers()`` hands them out; wrapped at the first use."""
+        if self._wrapped is None:
+            self._wrapped = [LightningOptimizer(o) for o in self._context.optimizers]
+            for wrapped in self._wrapped:
+                wrapped._strategy = self  # type: ignore[assignment]
+        return self._wrapped
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any) -> None:
         """Back-propagate with Lightning's hooks around it."""

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fcl.callbacks.base import ContinualCallback
-from lightning_fcl.federated.client import LocalBudget, LocalTraining
+from lightning_fcl.federated.client import LocalBudget, LocalTraining, ModuleFacts
 from lightning_fcl.federated.client_data import ClientData
 from lightning_fcl.federated.client_store import ClientStore
 from lightning_fcl.federated.context import ClientContext, JobInfo
@@ -113,7 +113,9 @@ class ClientJobs:
         self.settings = settings
         self.downloads: dict[str, dict[str, Any]] = {}
         self.error: Exception | None = None
+        self._facts = ModuleFacts(engine)
         self._row = engine.layout.new_vector(engine.fabric.device)
+        self._row_views = engine.layout.views(self._row)
         self._fresh = {c.state_key: clone_tree(c.state_dict()) for c in callbacks}
         self.fresh_local = engine.get_tensors(engine.layout.local)
         self._uploads = [c for c in callbacks if isinstance(c, ContinualCallback)]
@@ -174,7 +176,7 @@ class ClientJobs:
         )
         seed_generators(info.seed)
         training = LocalTraining(
-            engine, self.hooks, context, loader, lr_factor=self.lr_factor(info), timeout=budget.timeout
+            engine, self.hooks, context, loader, self._facts, lr_factor=self.lr_factor(info), timeout=budget.timeout
         )
         training.run(own.get("optimizers"))
         engine.read(self._row)
@@ -185,7 +187,7 @@ class ClientJobs:
             task=info.task,
             round=info.round,
             num_examples=float(info.num_examples),
-            tensors={**engine.layout.views(self._row), **engine.get_tensors(engine.layout.counters)},
+            tensors={**self._row_views, **engine.get_tensors(engine.layout.counters)},
             metrics=engine.mean_over_ranks(context._log.reduced()),
             flat=self._row,
         )
@@ -270,10 +272,16 @@ class ClientJobs:
 
 
 def seed_generators(seed: int) -> None:
-    """What ``lightning.seed_everything(seed)`` draws from, without its environment variables."""
+    """What ``lightning.seed_everything(seed)`` draws from, without its environment variables.
+
+    ``torch.manual_seed`` would also queue a call with a stack trace for every kind of device that was never started,
+    which costs more than a small client's forward pass.
+    """
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
 
 
 def pack_update(update: ClientUpdate, engine: Engine, row: Tensor) -> Tensor:

@@ -122,8 +122,17 @@ class MetricLog:
         if self.batch is None:
             return 1
         if not isinstance(self.batch, int):  # found once a batch, however many names are logged
-            self.batch = extract_batch_size(self.batch)
+            self.batch = _size_of(self.batch)
         return self.batch
+
+
+def _size_of(batch: Any) -> int:
+    """Examples in a batch; the usual pair of tensors does not need Lightning's search through nested collections."""
+    if isinstance(batch, list | tuple) and batch and all(isinstance(field, Tensor) and field.dim() for field in batch):
+        sizes = {len(field) for field in batch}
+        if len(sizes) == 1:
+            return sizes.pop()
+    return int(extract_batch_size(batch))
 
 
 def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:

@@ -226,7 +226,12 @@ class Run:
 
     def _log_round(self) -> None:
         state = self.state
-        position = {"global_round": state.global_round, "task": state.task, "round": state.round, "phase": state.phase}
+        position: dict[str, int | str] = {
+            "global_round": state.global_round,
+            "task": state.task,
+            "round": state.round,
+            "phase": state.phase,
+        }
         self.folder.append_metrics({**position, **state.metrics})
         for logger in self.trainer.loggers if self.trainer.is_global_zero else ():
             logger.log_metrics({**state.metrics, "task": state.task}, step=state.global_round)

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.precision.amp import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.federated.layout import Layout, Payload, build_layout
+from lightning_fcl.federated.layout import Layout, Payload, build_layout, named_tensors
 from lightning_fcl.types import Metrics
 
 
@@ -80,13 +80,15 @@ class Engine(ABC):
 
     def get_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Full copies of parameters or buffers by name (local tensors, counters)."""
-        lookup = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        if not names:
+            return {}
+        lookup = named_tensors(self.module)
         return {name: lookup[name].detach().clone() for name in names}
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Write full values into parameters or buffers by name."""
         if tensors:
-            lookup = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+            lookup = named_tensors(self.module)
             with torch.no_grad():
                 for name, value in tensors.items():
                     lookup[name].copy_(value)

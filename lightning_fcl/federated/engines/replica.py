@@ -1,21 +1,25 @@
 """One plain replica per process: the payload lives in one flat, aligned buffer, and parameters are views of it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_fcl.federated.engines.base import Engine
-from lightning_fcl.federated.layout import named_tensors
+from lightning_fcl.federated.layout import Slot, named_tensors
 
 
 class ReplicaEngine(Engine):
     """Each rank trains whole clients, one after another, in one persistent replica.
 
     When all travelling tensors share one dtype, the module's parameters and float buffers become views of a single
-    vector: a download is one copy into it, an upload one copy out of it. With mixed dtypes each tensor is copied.
+    vector: a download is one copy into it, an upload one copy out of it. With mixed dtypes each tensor is copied, and
+    so is a tensor that has left the vector because the module's code re-assigned it (``self.ema = 0.9 * self.ema``).
     """
 
     flat: Tensor | None = None
+    _places: list[tuple[dict[str, Any], str, Slot, int]]
 
     @override
     def _wrap(self) -> None:
@@ -24,7 +28,18 @@ class ReplicaEngine(Engine):
         tensors = named_tensors(self.module)
         self.flat = self.layout.new_vector(self.fabric.device)
         self.layout.pack(tensors, self.flat)
-        _rehouse(self.module, self.layout.views(self.flat))
+        views = self.layout.views(self.flat)
+        _rehouse(self.module, views)
+        owners = dict(self.module.named_modules())
+        self._places = []
+        for slot in self.layout.slots:
+            prefix, _, name = slot.name.rpartition(".")
+            owner = owners[prefix]
+            table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+            self._places.append((table, name, slot, views[slot.name].data_ptr()))
+
+    def _strays(self) -> list[tuple[Slot, Tensor]]:
+        return [(slot, table[name]) for table, name, slot, home in self._places if table[name].data_ptr() != home]
 
     @override
     def teardown(self) -> None:
@@ -38,6 +53,8 @@ class ReplicaEngine(Engine):
     def load(self, vector: Tensor) -> None:
         if self.flat is not None:
             self.flat.copy_(vector)
+            for slot, tensor in self._strays():
+                tensor.copy_(vector[slot.start : slot.stop].view(slot.shape))
             return
         tensors = named_tensors(self.module)
         for name, view in self.layout.views(vector).items():
@@ -48,6 +65,8 @@ class ReplicaEngine(Engine):
     def read(self, out: Tensor) -> None:
         if self.flat is not None:
             out.copy_(self.flat)
+            for slot, tensor in self._strays():
+                out[slot.start : slot.stop].view(slot.shape).copy_(tensor)
         else:
             self.layout.pack(named_tensors(self.module), out)
 
