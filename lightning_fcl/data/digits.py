@@ -111,7 +111,7 @@ def _load(folder: Path, name: str, part: str, limit: int | None) -> tuple[NDArra
     files, suffix = ([whole], f"_{part}") if whole.is_file() else (sorted(folder.glob(f"{name}_{part}*.npz")), "")
     if not files:
         raise DatasetError(
-            f"`path` must hold {name}.npz or {name}_{part}*.npz, got neither in {str(folder)!r}. Is the data folder right?"
+            f"`path` must hold {name}.npz or {name}_{part}*.npz, got neither in {str(folder)!r}. Is the folder right?"
         )
     images, labels = [], []
     for file in files:
