@@ -1,5 +1,7 @@
 """Handwritten digits in several domains: offline from scikit-learn, or real data sets from a folder."""
 
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -12,11 +14,13 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_fcl._imports import optional_import
+from lightning_fcl.data.partition import check_at_least
 from lightning_fcl.exceptions import DatasetError
 
 Domains: TypeAlias = dict[str, tuple[TensorDataset, TensorDataset]]
 """Training and evaluation set by name of the domain, in the order of the tasks."""
 
+_UNREADABLE = (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error)
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
@@ -50,9 +54,9 @@ def digit_domains(
         ValueError: If a domain is unknown or a number is out of range.
         MissingExtraError: If scikit-learn is not installed (extra ``recipes``).
     """
-    unknown = [name for name in names if name not in _VIEWS]
-    if unknown or not names:
-        raise ValueError(f"`names` must name some of {list(_VIEWS)}, got {unknown or list(names)}.")
+    if not names or len(set(names)) < len(names) or not set(names) <= set(_VIEWS):
+        raise ValueError(f"`names` must name some of {list(_VIEWS)}, each once, got {list(names)}.")
+    _check(size, channels)
     if not 0 < test_share < 1:
         raise ValueError(f"`test_share` must lie in (0, 1), got {test_share}.")
     digits = optional_import("sklearn.datasets", extra="recipes").load_digits()
@@ -97,7 +101,11 @@ def load_digit_folder(
 
     Raises:
         DatasetError: If a file is missing or does not hold such arrays.
+        ValueError: If a number is out of range.
     """
+    _check(size, channels)
+    if limit is not None:
+        check_at_least("limit", limit, 1)
     folder = Path(path)
     loaded: Domains = {}
     for name in domains:
@@ -119,11 +127,13 @@ def _load(folder: Path, name: str, part: str, limit: int | None) -> tuple[NDArra
             with np.load(file, allow_pickle=False) as arrays:
                 images.append(arrays[f"x{suffix}"][:limit])
                 labels.append(arrays[f"y{suffix}"][:limit])
-        except (KeyError, ValueError, OSError) as error:
+        except _UNREADABLE as error:
             raise DatasetError(f"{file} must hold arrays 'x{suffix}' and 'y{suffix}', got: {error}") from error
     x, y = np.concatenate(images)[:limit], np.concatenate(labels)[:limit].astype(np.int64)
-    if x.dtype != np.uint8 or len(x) != len(y) or x.ndim not in (3, 4):
-        raise DatasetError(f"{files[0]} must hold uint8 images (N, H, W[, 3]) and N labels, got {x.dtype} {x.shape}.")
+    if x.dtype != np.uint8 or x.ndim not in (3, 4) or x.shape[3:] not in ((), (3,)) or y.shape != x.shape[:1]:
+        raise DatasetError(
+            f"{files[0]} must hold uint8 images (N, H, W[, 3]) and N labels, got {x.dtype} {x.shape} and {y.shape}."
+        )
     return x, y
 
 
@@ -133,13 +143,17 @@ def _as_dataset(x: NDArray[np.uint8], y: NDArray[np.int64], size: int, channels:
     return TensorDataset(_finish(images, size, channels), torch.from_numpy(y))
 
 
-def _finish(images: Tensor, size: int, channels: int) -> Tensor:
-    """Images in [0, 1], ``(N, 1 or 3, H, W)``, in the size and channels asked for, from -1 to 1."""
+def _check(size: int, channels: int) -> None:
+    check_at_least("size", size, 1)
     if channels not in (1, 3):
         raise ValueError(f"`channels` must be 1 or 3, got {channels}.")
+
+
+def _finish(images: Tensor, size: int, channels: int) -> Tensor:
+    """Images in [0, 1], ``(N, 1 or 3, H, W)``, in the size and channels asked for, from -1 to 1."""
     if channels < images.shape[1]:
         images = (images * torch.tensor(_LUMA).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
-    if images.shape[-1] != size:
+    if images.shape[2:] != (size, size):
         images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False, antialias=True)
     return (2 * images.expand(-1, channels, -1, -1) - 1).contiguous()
 

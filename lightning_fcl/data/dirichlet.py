@@ -102,7 +102,7 @@ class ExtendedDirichlet(Partitioner):
     appendix on the extended Dirichlet strategy (https://arxiv.org/abs/2311.03154).
 
     Deviation: classes are dealt greedily and one example per holder is set aside, in the place of drawing again
-    until all clients have enough.
+    until all clients have enough. The repair (``min_examples``) may give a client a class more.
     """
 
     classes_per_client: int = 2

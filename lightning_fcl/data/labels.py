@@ -98,7 +98,10 @@ def as_labels(values: Any, size: int) -> IntArray | None:
     """``values`` as int64 of shape ``(size,)``, or ``None`` if they are not one integer per example."""
     if values is None or callable(values):
         return None
-    array = np.asarray(values.detach().cpu() if isinstance(values, torch.Tensor) else values)
+    try:
+        array = np.asarray(values.detach().cpu() if isinstance(values, torch.Tensor) else values)
+    except (TypeError, ValueError):  # ragged, or a dtype that NumPy does not know
+        return None
     if array.shape != (size,) or array.dtype.kind not in "iub":
         return None
     return array.astype(np.int64)

@@ -199,7 +199,7 @@ def check_at_least(name: str, value: float, low: float) -> None:
 
 def ids_of(name: str, ids: Sequence[Any], examples: Examples) -> IntArray:
     """The given ids of these examples: ``ids`` is one list for the only task, or one list per task."""
-    nested = len(ids) > 0 and isinstance(ids[0], Sequence | np.ndarray) and not isinstance(ids[0], str)
+    nested = len(ids) > 0 and np.ndim(ids[0]) > 0
     if nested and examples.task >= len(ids):
         raise DatasetError(f"`{name}` must hold one list per task, got {len(ids)} lists and no list {examples.task}.")
     array = np.asarray(ids[examples.task] if nested else ids)

@@ -111,7 +111,7 @@ class PartitionPlan:
             raise DatasetError(f"The plan must be of version {VERSION}, got {data.get('version')!r}.")
         try:
             plan = cls._from_content(data)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise DatasetError(f"The plan is damaged ({type(error).__name__}: {error}). Draw it again.") from error
         if plan.hash != data.get("hash"):
             raise DatasetError(

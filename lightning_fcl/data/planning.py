@@ -21,6 +21,7 @@ class LoaderOptions(TypedDict, total=False):
     batch_size: int
     eval_batch_size: int | None
     shuffle: bool
+    drop_last: bool
     collate_fn: Callable[[list[Any]], Any] | None
     num_workers: int
 
@@ -72,6 +73,14 @@ def draw_plan(
         classes=classes,
         counts=counts,
     )
+
+
+def check_agrees(plan: PartitionPlan, *, clients: int | None, names: Sequence[str] | None) -> None:
+    """Raise DatasetError if the plan is for other clients or tasks than the user says."""
+    if clients not in (None, plan.clients):
+        raise DatasetError(f"`clients` must be left out or equal the plan's {plan.clients}, got {clients}.")
+    if names is not None and tuple(names) != plan.names:
+        raise DatasetError(f"The names of the tasks must be the plan's, {list(plan.names)}, got {list(names)}.")
 
 
 def _checked_names(names: Sequence[str] | None, tasks: int) -> tuple[str, ...]:

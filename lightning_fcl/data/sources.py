@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
@@ -12,12 +12,25 @@ from lightning_fcl.data.partition import Examples
 from lightning_fcl.exceptions import DatasetError
 
 
-class Batching(TypedDict):
-    """How a dataset without a DataLoader of its own makes batches."""
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """How a dataset's examples become batches; the words are those of ``DataLoader``."""
 
-    batch_size: int | None
+    batch_size: int
     collate_fn: Callable[[list[Any]], Any] | None
     num_workers: int
+    drop_last: bool
+
+    def loader(self, dataset: Dataset[Any], *, shuffle: bool) -> DataLoader[Any]:
+        """A plain DataLoader; it drops an incomplete batch only if there is another one."""
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            drop_last=self.drop_last and len(dataset) > self.batch_size,  # type: ignore[arg-type]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +68,8 @@ class Source:
         array = as_labels(labels, len(self))
         if array is None:
             raise DatasetError(
-                f"`{name}` must hold one integer per example ({len(self)}), got {type(labels).__name__} of shape "
-                f"{np.shape(labels)}."
+                f"`{name}` must hold one integer for each of {len(self)} examples, got a {type(labels).__name__} that "
+                "does not."
             )
         return replace(self, labels=array)
 
@@ -73,17 +86,23 @@ class Source:
 
     def batching(self, default: Batching) -> Batching:
         """What the lender says, else ``default``."""
-        if self.lender is None:
-            return default
         lender = self.lender
-        return Batching(batch_size=lender.batch_size, collate_fn=lender.collate_fn, num_workers=lender.num_workers)
+        if lender is None:
+            return default
+        assert lender.batch_size is not None  # `as_source` refuses such a lender
+        return Batching(
+            batch_size=lender.batch_size,
+            collate_fn=lender.collate_fn,
+            num_workers=lender.num_workers,
+            drop_last=lender.drop_last,
+        )
 
 
 def as_sources(items: Sequence[Any], name: str) -> tuple[Source, ...]:
     """Make sources of what the user gave.
 
     Args:
-        items: Map-style datasets, or DataLoaders, which lend dataset, batch size, collate function and workers.
+        items: Map-style datasets, or DataLoaders, which lend dataset and batching.
         name: How error messages call the list.
 
     Raises:

@@ -31,7 +31,7 @@ def partitioner(partition: Partition) -> Callable[[Examples, int, np.random.Gene
     """
     if isinstance(partition, str) and partition in PARTITIONERS:
         return PARTITIONERS[partition]()
-    if callable(partition):
+    if callable(partition) and not isinstance(partition, type):
         return partition
     raise ValueError(
         f"`partition` must be one of {', '.join(map(repr, PARTITIONERS))}, or an object such as "

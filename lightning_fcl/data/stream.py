@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import ConcatDataset, DataLoader
 from typing_extensions import Unpack
 
 from lightning_fcl.data.class_split import ClassOrder, class_groups, split_source
+from lightning_fcl.data.partition import check_at_least
 from lightning_fcl.data.plan import PartitionPlan
-from lightning_fcl.data.planning import LoaderOptions, StreamOptions, draw_plan
+from lightning_fcl.data.planning import LoaderOptions, StreamOptions, check_agrees, draw_plan
 from lightning_fcl.data.schedule import ScheduleLike
 from lightning_fcl.data.sources import Batching, as_source, as_sources
 from lightning_fcl.data.split import Partition
@@ -28,14 +30,15 @@ class TaskStream:
 
     Args:
         train: Training sets: map-style datasets (any object with ``__len__`` and ``__getitem__``), or DataLoaders,
-            which lend dataset, batch size, collate function and number of workers. Their shuffle and ``drop_last`` are
-            not kept.
+            which lend dataset, batch size, collate function, workers and ``drop_last``, but not their shuffle.
         test: Evaluation sets, one per training set, of the same kinds.
         plan: Who owns which examples, and who trains when.
-        batch_size: Examples per training batch. The last batch may be smaller; none is dropped.
+        batch_size: Examples per training batch; the last one may be smaller.
         eval_batch_size: Examples per evaluation batch; by default ``batch_size``.
         shuffle: Train in a new order each epoch, drawn from torch's global generator as a plain
             ``DataLoader(shuffle=True)`` does.
+        drop_last: Drop the last training batch of an epoch if it is incomplete, unless it is the client's only one:
+            BatchNorm cannot train on one example. No evaluation batch is dropped.
         collate_fn: Makes a batch of a list of examples; by default torch's.
         num_workers: Loading processes per DataLoader; 0 loads in the training process.
 
@@ -60,18 +63,22 @@ class TaskStream:
         batch_size: int = 32,
         eval_batch_size: int | None = None,
         shuffle: bool = True,
+        drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
     ) -> None:
         self.plan = plan
         self.shuffle = shuffle
-        self._batching = Batching(batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers)
-        self._eval_batching = Batching(**{**self._batching, "batch_size": eval_batch_size or batch_size})
+        self._batching = Batching(
+            batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers, drop_last=drop_last
+        )
+        self._eval_batching = replace(self._batching, batch_size=eval_batch_size or batch_size)
         self._train = as_sources(train, "train")
         self._test = as_sources(test, "test")
         sizes = tuple(map(len, self._train))
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+        check_at_least("batch_size", batch_size, 1)
+        check_at_least("eval_batch_size", batch_size if eval_batch_size is None else eval_batch_size, 1)
+        check_at_least("num_workers", num_workers, 0)
         if len(self._test) != len(self._train):
             raise DatasetError(f"`test` must hold one set per training set ({len(sizes)}), got {len(self._test)}.")
         if sizes != plan.sizes:
@@ -106,8 +113,7 @@ class TaskStream:
             labels: Labels of each training set, if they cannot be found in the data (``.targets``, ``.labels``, the
                 last tensor of a TensorDataset, a label column, or the last entry of each example).
             plan: A plan in the place of ``clients``, ``partition``, ``seed`` and ``names``.
-            **options: ``batch_size``, ``eval_batch_size``, ``shuffle``, ``collate_fn`` and ``num_workers``, as in the
-                class.
+            **options: How batches are made, from ``batch_size`` to ``num_workers``, as in the class.
 
         Raises:
             DatasetError: If the data cannot be shared as asked.
@@ -119,8 +125,8 @@ class TaskStream:
             sources = tuple(s.with_labels(labels[i], f"labels[{i}]") for i, s in enumerate(sources))
         if plan is None:
             plan = draw_plan(sources, clients=clients, partition=partition, seed=seed, names=names)
-        elif clients not in (None, plan.clients):
-            raise DatasetError(f"`clients` must be left out or equal the plan's {plan.clients}, got {clients}.")
+        else:
+            check_agrees(plan, clients=clients, names=names)
         return cls(sources, test, plan=plan, **options)
 
     @classmethod
@@ -168,7 +174,8 @@ class TaskStream:
         train_source = as_source(train, "train").with_labels(labels[0], "labels[0]")
         test_source = as_source(test, "test").with_labels(labels[1], "labels[1]")
         found = train_source.examples().labels
-        groups = class_groups(found, tasks, order=class_order, seed=options.get("seed", 0))
+        seed = plan.seed if (plan := options.get("plan")) else options.get("seed", 0)
+        groups = class_groups(found, tasks, order=class_order, seed=seed)
         return cls.from_datasets(
             split_source(train_source.with_labels(found, "train"), groups, "train"),
             split_source(test_source, groups, "test"),
@@ -252,19 +259,21 @@ class TaskStream:
         if any(part.batching(self._batching) != batching for part in parts):
             raise DatasetError(
                 f"`train` sets {sources} must be batched alike, since client {client} trains on them together in stage "
-                f"{task}. Give DataLoaders of the same batch size, collate function and workers, or datasets."
+                f"{task}. Give datasets, or DataLoaders of the same batch size, collate function and workers."
             )
         data = parts[0].dataset if len(parts) == 1 else ConcatDataset([part.dataset for part in parts])
-        return DataLoader(data, shuffle=self.shuffle, **batching)
+        return batching.loader(data, shuffle=self.shuffle)
 
     def eval_loader(self, column: int) -> DataLoader[Any]:
         """A fresh DataLoader over evaluation set ``column``, in the set's own order."""
         source = self._test[_index("column", column, len(self._test))]
-        return DataLoader(source.dataset, shuffle=False, **source.batching(self._eval_batching))
+        batching = replace(source.batching(self._eval_batching), drop_last=False)
+        return batching.loader(source.dataset, shuffle=False)
 
     def summary(self) -> dict[str, Any]:
         """What a run's configuration keeps of the stream: plain types only."""
         plan = self.plan
+        batchings = [source.batching(self._batching) for source in self._train]
         return {
             "stages": len(self),
             "clients": plan.clients,
@@ -273,7 +282,8 @@ class TaskStream:
             "seed": plan.seed,
             "train_examples": list(plan.sizes),
             "eval_examples": [len(source) for source in self._test],
-            "batch_size": [source.batching(self._batching)["batch_size"] for source in self._train],
+            "batch_size": [batching.batch_size for batching in batchings],
+            "drop_last": [batching.drop_last for batching in batchings],
             "shuffle": self.shuffle,
             "deviation": plan.deviation,
             "plan": plan.hash,
