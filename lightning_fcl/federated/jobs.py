@@ -216,6 +216,11 @@ class ClientJobs:
 
     lr_factor: Callable[[JobInfo], float] = staticmethod(lambda info: 1.0)
 
+    def reset_callbacks(self) -> None:
+        """Give the callbacks back as they came: no client's state stays in them for the next run."""
+        for callback in self.callbacks:
+            callback.load_state_dict(clone_tree(self._fresh[callback.state_key]))
+
     def _context(self, state: RoundState, info: JobInfo, **options: Any) -> ClientContext:
         anchor = None if state.task_anchor is None else self.engine.layout.views(state.task_anchor)
         return ClientContext(

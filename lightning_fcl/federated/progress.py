@@ -117,7 +117,7 @@ class _Display:
     def __init__(self, bars: "Progress", refresh_seconds: float) -> None:
         self.bars = bars
         self.refresh_seconds = refresh_seconds
-        self.rows: list[TaskID] = [bars.add_task(name, note="") for name in ("tasks", "rounds", "clients")]
+        self.rows: list[TaskID] = [bars.add_task(name, total=0, note="") for name in ("tasks", "rounds", "clients")]
         bars.start()
         self.clients = 0
         self._drawn = -float("inf")

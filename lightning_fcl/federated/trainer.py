@@ -278,6 +278,7 @@ class FederatedTrainer:
                 self._run.server_hooks.call("on_exception", self, module, error)
                 raise
             finally:
+                self._run.jobs.reset_callbacks()
                 self._run = None
             self.fabric.barrier()
         return report

@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.aggregators import FedAvg
-from lightning_fcl.callbacks import ContinualCallback, RoundEarlyStopping, ServerCallback
+from lightning_fcl.callbacks import EWC, ContinualCallback, RoundEarlyStopping, ServerCallback
 from lightning_fcl.data import TaskStream
 from lightning_fcl.exceptions import FCLError, MisconfigurationError
 from lightning_fcl.federated.layout import build_layout
@@ -249,6 +249,16 @@ def test_each_client_has_its_own_state_and_uploads_are_merged(megabytes, tmp_pat
     assert [j[2] for j in jobs] == [0.0] * 4 + [4.0] * 4 + [8.0] * 4 + [12.0] * 4
 
 
+def test_the_same_callback_object_serves_two_runs(tmp_path):
+    callback, states = EWC(5.0), []
+    for run in ("one", "two"):
+        module = make_toy()
+        toy_trainer(tmp_path / run, callbacks=[callback]).fit(module, toy_stream())
+        states.append(state_of(module))
+        assert callback.importance == {}
+    assert_same_bits(*states)
+
+
 def test_optimisers_start_fresh_unless_kept(tmp_path):
     states = []
     for keep in (False, True):
@@ -351,6 +361,30 @@ def test_mixed_dtypes_and_tied_weights(tmp_path):
     assert layout.dtype == torch.float32
     toy_trainer(tmp_path).fit(module, toy_stream())
     assert module.net[0].weight.dtype == torch.bfloat16
+
+
+class MovingAverage(ToyModule):
+    """Re-assigns a buffer instead of writing into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def training_step(self, batch, batch_idx):
+        self.mean = 0.5 * self.mean + 0.5 * batch[0].mean(0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_buffers_that_the_module_re_assigns_travel_too(tmp_path):
+    twins = [make_toy(cls=MovingAverage) for _ in range(2)]
+    toy_trainer(tmp_path / "a", rounds=1, clients_per_round=1).fit(twins[0], toy_stream(tasks=1, clients=1))
+    toy_trainer(tmp_path / "b", rounds=1, clients_per_round=1, preload_mb=0).fit(twins[1], toy_stream(tasks=1, clients=1))
+    assert twins[0].mean.abs().sum() > 0
+    assert_same_bits(state_of(twins[0]), state_of(twins[1]))
+    module = make_toy(cls=MovingAverage)
+    toy_trainer(tmp_path / "c", rounds=1, clients_per_round=4).fit(module, toy_stream(tasks=1))
+    x = toy_stream(tasks=1, clients=1).train_loader(0, 0).dataset.dataset.tensors[0]
+    assert (module.mean - x.mean(0)).abs().max() < 1.0  # an average over all clients, not the last one's
 
 
 class Tied(ToyModule):

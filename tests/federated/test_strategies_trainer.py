@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_fcl.callbacks import FaultInjector, FedProx
+from lightning_fcl.callbacks import EWC, ClientProximal, FaultInjector, FedProx
 from lightning_fcl.data.stream import TaskStream
+from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.engines.fsdp2 import fsdp2
 from lightning_fcl.federated.sampling import client_seed
 from lightning_fcl.federated.trainer import FederatedTrainer
@@ -156,6 +157,39 @@ def test_a_callback_on_the_gradients_equals_one_process(ranks, name, tmp_path):
     torch.testing.assert_close(one, alone, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_ewc_with_its_boundary_pass_equals_one_process(ranks, name, tmp_path):
+    options = {"callbacks": [EWC(5.0)]}
+    alone = fit("alone", tmp_path / "alone", 2, 2, Net, options)[0]
+    without = fit("alone", tmp_path / "without", 2, 2, Net)[0]
+    one, two = (answer[0] for answer in ranks.run(fit, name, tmp_path / name, 2, 2, Net, options))
+    bits(one, two)
+    torch.testing.assert_close(one, alone, rtol=0, atol=1e-6)
+    assert max((alone[n] - without[n]).abs().max().item() for n in alone) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero2"])
+def test_what_sharded_weights_cannot_do_is_refused(ranks, name, tmp_path):
+    assert all("`ClientProximal` must change weights" in m for m in ranks.run(refused, name, tmp_path / "a", "anchor"))
+    assert all("`keep_optimizer_state` must be False" in m for m in ranks.run(refused, name, tmp_path / "b", "keep"))
+
+
+def test_time_limits_are_refused_where_ranks_share_a_client(ranks, tmp_path):
+    assert all("`client_timeout` must be None" in m for m in ranks.run(refused, "ddp", tmp_path, "timeout"))
+
+
+def refused(name, run_dir, what):
+    """The message of the error that ``what`` raises."""
+    options = {
+        "anchor": {"callbacks": [ClientProximal(0.1)]},
+        "keep": {"keep_optimizer_state": True},
+        "timeout": {"client_timeout": 5.0},
+    }[what]
+    with pytest.raises(MisconfigurationError) as caught:
+        fit(name, run_dir, 2, 2, Net, options)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero3"])
 def test_a_client_that_fails_on_all_ranks_is_skipped(ranks, name, tmp_path):
     options = {"callbacks": [FaultInjector("exception", clients=[1])], "on_client_error": "skip"}
@@ -168,9 +202,8 @@ def test_a_client_that_fails_on_all_ranks_is_skipped(ranks, name, tmp_path):
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_manual_optimization_equals_automatic(ranks, name, tmp_path):
-    options = {"limit_train_batches": 2}  # the third batch has uneven shares, which manual optimization cannot weight
-    automatic = ranks.run(fit, name, tmp_path / "automatic", 1, 1, PlainNet, options)[0]
-    manual = ranks.run(fit, name, tmp_path / "manual", 1, 1, ManualNet, options)[1]
+    automatic = ranks.run(fit, name, tmp_path / "automatic", 1, 1, PlainNet)[0]
+    manual = ranks.run(fit, name, tmp_path / "manual", 1, 1, ManualNet)[1]
     bits(automatic[0], manual[0])
 
 
