@@ -153,8 +153,7 @@ def _only(open_: NDArray[np.bool_], shares: NDArray[np.float64], rng: np.random.
 
 
 def _cut(shares: NDArray[np.float64], size: int) -> IntArray:
-    """Sizes between the floors of the cumulative shares; they sum to ``size``."""
-    # The nudge keeps a last client of share zero empty where the cumulative sum ends at 1 - 1e-16.
-    ends = np.floor(np.cumsum(shares) * size + 1e-9).astype(np.int64)
-    ends[-1] = size
+    """Sizes between the floors of the cumulative shares; the last client with a share takes the rest."""
+    ends = np.floor(np.cumsum(shares) * size).astype(np.int64)
+    ends[np.flatnonzero(shares)[-1] :] = size  # the cumulative sum may end at 1 - 1e-16
     return np.diff(np.minimum(ends, size), prepend=0)
