@@ -1,0 +1,178 @@
+"""The command line: ``lightning-fcl fit|report|compare``. Help loads no torch; each command loads what it needs."""
+
+import os
+import sys
+from argparse import ArgumentParser as PlainParser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from jsonargparse import ArgumentParser, Namespace
+from typing_extensions import override
+
+from lightning_fcl.exceptions import FCLError
+
+if TYPE_CHECKING:
+    from lightning_fcl.federated.trainer import FederatedTrainer
+
+FAILED: Final = 1
+USAGE: Final = 2
+INTERRUPTED: Final = 130  # what shells report for Ctrl-C
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Words after the program's name; by default those of this process.
+
+    Returns:
+        0 if all went well, 1 if the library refused or failed (one line on standard error), 130 if interrupted. Other
+        errors, such as those of the user's own module, are raised as they are.
+
+    Raises:
+        SystemExit: After help (0), or with code 2 and one line on standard error if the arguments are wrong.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _Commands(
+        prog="lightning-fcl",
+        description="Federated continual learning with Lightning.",
+        epilog="Options of a command: lightning-fcl COMMAND --help",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, summary) in _COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    run, summary = _COMMANDS[parser.parse_args(words[:1]).command]
+    command = _Parser(prog=f"lightning-fcl {words[0]}", description=summary)
+    command.add_argument("--config", action="config", help="YAML file with these options; may be given several times.")
+    try:
+        run(command, words[1:])
+    except FCLError as error:
+        print(f"{command.prog}: {_one_line(error)}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"{command.prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+class _Commands(PlainParser):
+    """Says in one line what is wrong."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {_one_line(message)} See {self.prog} --help\n")
+
+
+class _Parser(ArgumentParser):
+    """Says in one line what is wrong, instead of printing the usage of a hundred options."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:  # jsonargparse's own parsers of sub-configurations
+            super().error(message, ex)
+        self.exit(USAGE, f"{self.prog}: {_one_line(message)} See {self.prog} --help\n")
+
+
+def _one_line(message: object) -> str:
+    text = " ".join(str(message).split())
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def _fit(parser: _Parser, words: list[str]) -> None:
+    import lightning as L
+
+    from lightning_fcl.data.stream import TaskStream
+    from lightning_fcl.federated.trainer import FederatedTrainer
+
+    sys.path.insert(0, os.getcwd())  # so that class_path finds the user's modules, as `python script.py` would
+    parser.add_class_arguments(FederatedTrainer, "trainer")
+    parser.add_argument("--model", type=L.LightningModule, required=True, help="The module to train.")
+    parser.add_argument(
+        "--stream",
+        type=TaskStream,
+        required=True,
+        help="Tasks and clients. `class_path` is TaskStream, one of its class methods, or any function that returns "
+        "one, e.g. lightning_fcl.data.digit_stream.",
+    )
+    parser.add_argument(
+        "--ckpt_path", type=str | None, help="`last` or `auto` resumes run_dir; or the path of a committed round."
+    )
+    config = parser.parse_args(words)
+    L.seed_everything(config.trainer.seed, verbose=False)  # for the module's initialisation
+    made = _instantiate(parser, config)
+    _keep_config(parser, config, made.trainer)
+    report = made.trainer.fit(made.model, made.stream, ckpt_path=config.ckpt_path)
+    if made.trainer.is_global_zero:
+        print(report, f"report: {report.run_dir / 'report.html'}", sep="\n")
+
+
+def _instantiate(parser: _Parser, config: Namespace) -> Namespace:
+    """The objects of a configuration; what a constructor raises comes out as it is."""
+    failures: list[Exception] = []
+
+    def make(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return kind(*args, **kwargs)
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    try:
+        made: Namespace = parser.instantiate(config, instantiators=[(make, object, True)])
+    except ValueError:
+        # where several types are allowed, jsonargparse tells of all that it tried and hides what went wrong
+        if failures:
+            raise failures[-1] from None
+        raise
+    return made
+
+
+def _keep_config(parser: _Parser, config: Namespace, trainer: "FederatedTrainer") -> None:
+    """Write ``fit.yaml``, which repeats the run, unless the folder already holds a run."""
+    from lightning_fcl.reports.files import explain_write_errors, write_text
+
+    if not trainer.is_global_zero or any((trainer.run_dir / "checkpoints").glob("*")):
+        return
+    config = config.clone()
+    del config["config"], config["ckpt_path"]
+    with explain_write_errors(trainer.run_dir):
+        trainer.run_dir.mkdir(parents=True, exist_ok=True)
+    write_text(trainer.run_dir / "fit.yaml", parser.dump(config, skip_unset=False, skip_validation=True))
+
+
+def _report(parser: _Parser, words: list[str]) -> None:
+    parser.add_argument("run_dir", type=str, help="A run folder.")
+    config = parser.parse_args(words)
+
+    from lightning_fcl.reports.run_report import RunReport
+
+    try:
+        report = RunReport.load(config.run_dir)
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(str(error))
+    report.save()
+    print(report, f"report: {report.run_dir / 'report.html'}", sep="\n")
+
+
+def _compare(parser: _Parser, words: list[str]) -> None:
+    parser.add_argument("run_dirs", type=str, nargs="+", help="Run folders, or folders that hold some.")
+    parser.add_argument("--out", type=str | None, help="Folder for comparison.md and comparison.html.")
+    config = parser.parse_args(words)
+
+    from lightning_fcl.reports.compare import compare
+
+    try:
+        comparison = compare(config.run_dirs)
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(str(error))
+    print(comparison)
+    if config.out is not None:
+        print(f"comparison: {comparison.save(Path(config.out))}")
+
+
+_COMMANDS: Final[dict[str, tuple[Callable[[_Parser, list[str]], None], str]]] = {
+    "fit": (_fit, "Train a module over a stream of tasks."),
+    "report": (_report, "Draw the figures and the page of a run anew, and print its table."),
+    "compare": (_compare, "Compare methods over runs: mean and standard deviation over seeds."),
+}
