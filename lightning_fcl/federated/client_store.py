@@ -13,8 +13,9 @@ from lightning_fcl.serialize import load_tree, save_tree, tree_bytes
 class ClientStore:
     """State trees by client id.
 
-    A state is written once per round in which it changed, under a new name; files of earlier rounds stay until no
-    checkpoint needs them. So a killed run finds every client as it was at the last commit.
+    A state is written once per round in which it changed, under a new name: at the end of the round, or as soon as the
+    changed ones outgrow the budget. Files of earlier rounds stay until no checkpoint needs them. So a killed run finds
+    every client as it was at the last commit.
 
     Args:
         folder: Where the files live; shared by all ranks.
@@ -25,8 +26,10 @@ class ClientStore:
         self.folder = folder
         self.budget_bytes = budget_bytes
         self.versions: dict[int, int] = {}
+        self.next_version = 0
         self._cache: OrderedDict[int, tuple[int, Any]] = OrderedDict()
-        self._dirty: dict[int, Any] = {}
+        self._changed: dict[int, Any] = {}  # not on disk yet
+        self._written: set[int] = set()  # on disk under the next version
         self._handed_out: dict[int, tuple[Any, list[Any]]] = {}  # holds the state, so that its ids stay its own
 
     def get(self, client: int) -> Any:
@@ -46,31 +49,39 @@ class ClientStore:
 
     def put(self, client: int, state: Any) -> None:
         """Take the client's state after its job; unchanged states cost nothing."""
-        handed_out = self._handed_out.get(client)
-        if handed_out is None or _fingerprint(state) != handed_out[1]:
-            self._dirty[client] = state
+        _, before = self._handed_out.pop(client, (None, None))
+        if _fingerprint(state) == before:
+            return
+        self._changed[client] = state
+        if sum(map(tree_bytes, self._changed.values())) > self.budget_bytes:
+            self._write_changed()
 
     def discard(self, client: int) -> None:
         """Forget what a failed job may have done to the client's state in memory."""
-        self._dirty.pop(client, None)
+        self._handed_out.pop(client, None)
+        self._changed.pop(client, None)
         self._cache.pop(client, None)
 
-    def flush(self, version: int) -> dict[int, int]:
-        """Write changed states under ``version``.
+    def flush(self) -> dict[int, int]:
+        """Write what is left to write, and begin the next version.
 
         Returns:
-            The new version of each client that this rank wrote.
+            The new version of each client that this rank wrote since the last flush.
         """
-        written = {}
-        for client, state in self._dirty.items():
-            path = self._path(client, version)
+        self._write_changed()
+        new = dict.fromkeys(sorted(self._written), self.next_version)
+        self._written.clear()
+        self.next_version += 1
+        return new
+
+    def _write_changed(self) -> None:
+        for client, state in self._changed.items():
+            path = self._path(client, self.next_version)
             path.parent.mkdir(parents=True, exist_ok=True)
             save_tree(state, path)
-            self._keep(client, version, state)
-            written[client] = version
-        self._dirty.clear()
-        self._handed_out.clear()
-        return written
+            self._keep(client, self.next_version, state)
+            self._written.add(client)
+        self._changed.clear()
 
     def prune(self, keep: Iterable[tuple[int, int]]) -> None:
         """Delete files that no checkpoint refers to.

@@ -21,7 +21,7 @@ def commit(run: "Run", *, final: bool) -> None:
         final: Whether this was the last unit; it is always committed.
     """
     state, trainer = run.state, run.trainer
-    for part in run.ranks.gather_json({str(c): v for c, v in run.store.flush(state.global_round).items()}):
+    for part in run.ranks.gather_json({str(c): v for c, v in run.store.flush().items()}):
         run.store.versions.update({int(client): version for client, version in part.items()})
     every = trainer.checkpoint_every
     if not every or (state.global_round % every and not final):
@@ -99,6 +99,7 @@ def restore(run: "Run", checkpoint: Checkpoint, *, strict: bool) -> list[str]:
     for name in ("global_round", "empty_rounds", "bytes_up", "bytes_down"):
         setattr(state, name, manifest[name])
     run.score = manifest["score"]
+    run.store.next_version = state.global_round
     run.store.versions = {int(client): version for client, version in manifest["clients"].items()}
     if run.trainer.is_global_zero:
         run.checkpoints.drop_after(manifest["number"])
