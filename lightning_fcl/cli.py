@@ -160,7 +160,7 @@ def _compare(parser: _Parser, words: list[str]) -> None:
     parser.add_argument("--out", type=str | None, help="Folder for comparison.md and comparison.html.")
     config = parser.parse_args(words)
 
-    from lightning_fcl.reports.compare import compare
+    from lightning_fcl.reports.comparison import compare
 
     try:
         comparison = compare(config.run_dirs)

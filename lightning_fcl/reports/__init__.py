@@ -1,5 +1,8 @@
 """From a run folder to figures and one self-contained page; tables over many runs."""
 
-from lightning_fcl.reports.compare import Comparison as Comparison
+from lightning_fcl.reports.comparison import Comparison as Comparison
+from lightning_fcl.reports.comparison import compare as compare
+from lightning_fcl.reports.published import SPECIAL_DIGIT10 as SPECIAL_DIGIT10
+from lightning_fcl.reports.published import PublishedTable as PublishedTable
 from lightning_fcl.reports.run_report import RunReport as RunReport
 from lightning_fcl.reports.run_report import installed_versions as installed_versions

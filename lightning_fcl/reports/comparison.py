@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from lightning_fcl.reports.files import explain_write_errors, write_text
 from lightning_fcl.reports.html import HEADLINES, SIGNED, document
+from lightning_fcl.reports.published import PublishedTable
 from lightning_fcl.reports.run_report import REPORT, RunReport
 from lightning_fcl.reports.tables import html_table, markdown_table, number, text_table
 
@@ -22,22 +23,27 @@ _SAME_TRAINER: Final = ("rounds", "clients_per_round", "local_epochs", "local_st
 _MARK: Final = "*"
 
 
-def compare(run_dirs: str | PathLike[str] | Iterable[str | PathLike[str]]) -> "Comparison":
-    """Read finished runs and group them by method.
+Run = RunReport | str | PathLike[str]
+
+
+def compare(runs: Run | Iterable[Run], published: PublishedTable | None = None) -> "Comparison":
+    """Group finished runs by method.
 
     Args:
-        run_dirs: Run folders, or folders that hold run folders at any depth.
+        runs: Reports, run folders, or folders that hold run folders at any depth.
+        published: A paper's figures, to stand below and labelled as theirs.
 
     Returns:
         The comparison; print it, or use :meth:`Comparison.markdown`, :meth:`Comparison.html`, :meth:`Comparison.save`.
 
     Raises:
         FileNotFoundError: If a folder holds no finished run.
-        ValueError: If a ``report.json`` is not a report.
+        ValueError: If a ``report.json`` is not a report, or there is no run.
     """
-    folders = [run_dirs] if isinstance(run_dirs, str | PathLike) else run_dirs
-    found = dict.fromkeys(run for folder in folders for run in _runs_in(Path(folder)))
-    return Comparison(tuple(RunReport.load(run) for run in found))
+    several = [runs] if isinstance(runs, RunReport | str | PathLike) else list(runs)
+    given = [run for run in several if isinstance(run, RunReport)]
+    folders = dict.fromkeys(found for run in several if not isinstance(run, RunReport) for found in _runs_in(Path(run)))
+    return Comparison((*given, *map(RunReport.load, folders)), published)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Comparison:
 
     Args:
         runs: The runs; methods are shown in the order in which they come.
+        published: A paper's figures, or ``None``.
 
     Raises:
         ValueError: If there is no run.
@@ -62,6 +69,7 @@ class Comparison:
     """
 
     runs: tuple[RunReport, ...]
+    published: PublishedTable | None = None
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -150,8 +158,11 @@ class Comparison:
     # -- tables ------------------------------------------------------------------------------------------------------
 
     def _headlines(self) -> tuple[list[str], list[list[str]]]:
-        labels = {key: label for key, (label, _) in HEADLINES.items()}
-        return self._table(labels, self.statistics)
+        header, rows = self._table({key: label for key, (label, _) in HEADLINES.items()}, self.statistics)
+        for method, figures in self.published.rows.items() if self.published else ():
+            cells = [self._cell(figures.get(key, math.nan), math.nan, sign=key in SIGNED) for key in HEADLINES]
+            rows.append([f"{method} (paper)", "-", *cells])
+        return header, rows
 
     def _columns(self) -> tuple[list[str], list[list[str]]]:
         return self._table({name: name for name in self.runs[0].names}, self.final_scores)
@@ -190,8 +201,11 @@ class Comparison:
         return f"{scores}{' in %' if self.scale > 1 else ''}{spread}"
 
     def _footnotes(self) -> list[str]:
-        counts = ", ".join(f"{method} {len(runs)}" for method, runs in self.methods.items())
-        return [f"runs: {counts}", *(f"{_MARK} {note}" for note in self.notes)]
+        counts = ", ".join(f"{len(runs)} of {method}" for method, runs in self.methods.items())
+        lines = [f"runs: {counts}", *(f"{_MARK} {note}" for note in self.notes)]
+        if (paper := self.published) is not None:
+            lines.append(f"(paper): theirs, on other data ({paper.data}): {paper.source}, {paper.url}")
+        return lines
 
     # -- fairness ----------------------------------------------------------------------------------------------------
 
@@ -233,7 +247,7 @@ def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _conditions(run: RunReport) -> dict[str, Any]:
-    stream, trainer = run.config.get("stream", {}), run.config.get("trainer", {})
+    stream, trainer = _settings(run, "stream"), _settings(run, "trainer")
     return {
         "score": run.score,
         **{f"stream.{key}": stream.get(key) for key in _SAME_STREAM},
@@ -242,7 +256,12 @@ def _conditions(run: RunReport) -> dict[str, Any]:
 
 
 def _plan(run: RunReport) -> dict[str, Any]:
-    return {"stream.plan": run.config.get("stream", {}).get("plan")}
+    return {"stream.plan": _settings(run, "stream").get("plan")}
+
+
+def _settings(run: RunReport, part: str) -> Mapping[str, Any]:
+    settings = run.config.get(part)  # a report made by hand may have any configuration, or none
+    return settings if isinstance(settings, Mapping) else {}
 
 
 def _pairs(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
