@@ -124,7 +124,7 @@ def _load(folder: Path, name: str, part: str, limit: int | None) -> tuple[NDArra
     images, labels = [], []
     for file in files:
         try:
-            with np.load(file, allow_pickle=False) as arrays:
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
                 images.append(arrays[f"x{suffix}"][:limit])
                 labels.append(arrays[f"y{suffix}"][:limit])
         except _UNREADABLE as error:
