@@ -1,5 +1,6 @@
 """The options of a stream, and how its plan is drawn from its training sets."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypedDict
 
@@ -67,7 +68,7 @@ def draw_plan(
         sizes=tuple(map(len, sources)),
         parts=parts,
         schedule=make_schedule("hom", len(sources), clients),
-        partition=getattr(draw, "__qualname__", None) or repr(draw),
+        partition=getattr(draw, "__qualname__", None) or re.sub(r" at 0x[0-9a-fA-F]+", "", repr(draw)),
         seed=seed,
         moved=moved,
         classes=classes,

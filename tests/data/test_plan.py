@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -81,6 +82,21 @@ def test_the_hash_tells_plans_apart():
     assert len(plan.hash) == len("sha256:") + 64
     others = [skewed_plan(seed=1), plan.with_schedule("het"), plan.with_schedule("hom", lag=0.4)]
     assert len({plan.hash, *(other.hash for other in others)}) == 4
+
+
+def thirds(examples, clients, rng, shift):
+    return (np.arange(len(examples)) + shift) % 3
+
+
+def test_functions_have_names_without_addresses():
+    data = labelled(12)
+    plans = [
+        TaskStream.from_datasets([data], [data], clients=3, partition=partition).plan
+        for partition in (partial(thirds, shift=1), partial(thirds, shift=1), lambda e, c, r: thirds(e, c, r, 0))
+    ]
+    assert plans[0].partition == "functools.partial(<function thirds>, shift=1)"
+    assert plans[0].hash == plans[1].hash
+    assert "<lambda>" in plans[2].partition
 
 
 def test_round_trip(tmp_path):
