@@ -105,8 +105,10 @@ class RoundRunner:
             self.uploads[update.client] = update.extra
 
     def _share_outcomes(self, outcomes: list[Outcome]) -> list[Outcome]:
-        gathered = self.ranks.gather_json([outcome.to_json() for outcome in outcomes])
-        merged = [Outcome.from_json(data) for part in gathered for data in part]
+        merged = outcomes
+        if self.ranks.world > 1:
+            gathered = self.ranks.gather_json([outcome.to_json() for outcome in outcomes])
+            merged = [Outcome.from_json(data) for part in gathered for data in part]
         for outcome in merged:
             if outcome.raised:
                 message = f"client {outcome.client} failed: {outcome.raised}"

@@ -78,7 +78,7 @@ def run(clients: int, rounds: int, answers: Any) -> None:
     )
 
 
-def main(clients: list[int] = [10, 100, 1000], rounds: int = 5, out: Path | None = None) -> dict[str, Any]:  # noqa: B006
+def main(clients: tuple[int, ...] = (10, 100, 1000), rounds: int = 5, out: Path | None = None) -> dict[str, Any]:
     """Measure peak memory at several numbers of clients.
 
     Args:
