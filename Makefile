@@ -14,7 +14,7 @@ demo: $(VENV)/.recipes  ## install, then run the digits recipe on its embedded d
 	$(PY) recipes/special_digits.py --method all --out runs/demo
 
 test: $(VENV)/.dev  ## install, then run the tests: under 10 minutes on 2 cores
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --dist loadfile
 
 lint: $(VENV)/.dev  ## ruff, the formatter's check and mypy
 	$(PY) -m ruff check .
