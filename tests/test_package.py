@@ -111,7 +111,7 @@ def test_make_installs_once_and_again_when_the_pins_change(make):
     assert environment == "-m venv .venv"
     assert install.startswith("-m pip install")
     assert install.endswith("-c constraints.txt -e .[dev]")
-    assert tests == "-m pytest"
+    assert tests == "-m pytest -n auto --dist loadfile"
     assert make("test") == [tests]
     os.utime(make.place / "constraints.txt", (2**31, 2**31))
     assert make("test") == [environment, install, tests]
