@@ -153,6 +153,7 @@ def _fingerprint(trainer: "FederatedTrainer", engine: Engine, stream: "TaskStrea
     return {
         "trainer": settings,
         "module": type(engine.module).__qualname__,
+        "hparams": describe(dict(engine.module.hparams)),
         "tensors": {slot.name: f"{slot.dtype} {list(slot.shape)}" for slot in engine.layout.slots},
         "stream": describe(stream.summary()),
     }
