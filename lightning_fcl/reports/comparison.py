@@ -260,7 +260,7 @@ def _plan(run: RunReport) -> dict[str, Any]:
 
 
 def _settings(run: RunReport, part: str) -> Mapping[str, Any]:
-    settings = run.config.get(part)  # a report made by hand may have any configuration, or none
+    settings = run.to_dict()["config"].get(part)  # plain values; a report made by hand may have any, or none
     return settings if isinstance(settings, Mapping) else {}
 
 

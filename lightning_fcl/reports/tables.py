@@ -29,9 +29,11 @@ def duration(seconds: float) -> str:
     """Wall time with two units at most.
 
     Example:
-        >>> duration(0.25), duration(75), duration(7500)
-        ('0.25 s', '1 min 15 s', '2 h 5 min')
+        >>> duration(0.042), duration(2.5), duration(75), duration(7500)
+        ('42 ms', '2.50 s', '1 min 15 s', '2 h 5 min')
     """
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 60:
