@@ -153,7 +153,7 @@ def test_save_writes_both_files(tmp_path):
 
 
 def test_no_run_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="`run_dirs` must hold report.json, got"):
+    with pytest.raises(FileNotFoundError, match=r"`run_dirs` must hold report\.json, got"):
         compare([tmp_path])
     with pytest.raises(ValueError, match="`runs` must hold at least one run, got none"):
         Comparison(())

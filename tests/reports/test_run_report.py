@@ -126,7 +126,7 @@ def test_only_rank_zero_writes(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="cannot write `.*file/run`: .* pass a writable `run_dir`"):
+    with pytest.raises(OSError, match=r"cannot write `.*file/run`: .* pass a writable `run_dir`"):
         make_report(tmp_path / "file" / "run").save()
 
 
