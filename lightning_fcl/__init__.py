@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_fcl.callbacks import ServerCallback as ServerCallback
     from lightning_fcl.data import PartitionPlan as PartitionPlan
     from lightning_fcl.data import TaskStream as TaskStream
+    from lightning_fcl.federated.engines.fsdp2 import fsdp2 as fsdp2
     from lightning_fcl.federated.trainer import FederatedTrainer as FederatedTrainer
     from lightning_fcl.reports import RunReport as RunReport
 
@@ -35,6 +36,7 @@ _HOMES = {
     "ServerCallback": "callbacks",
     "ServerProximal": "aggregators",
     "TaskStream": "data",
+    "fsdp2": "federated.engines.fsdp2",
 }
 __all__ = list(_HOMES)
 
