@@ -70,7 +70,7 @@ READ = {
     "arrays of one": Pairs([(0.0, np.array([label])) for label in LABELS]),
     "booleans": Pairs([(0.0, label == 1) for label in LABELS]),
     "dicts": Pairs([{"label": label, "x": 0.0} for label in LABELS]),
-    "one-hot targets, class numbers in the examples": Pairs(targets=np.eye(4)),
+    "one-hot targets, class numbers in the examples": Pairs(targets=np.eye(4, dtype=int)),
     "ragged targets": Pairs(targets=[[1], [1, 2], [], [3]]),
     "targets of another length": Pairs(targets=[0, 1]),
     "a method called labels": Pairs(labels=lambda: LABELS),

@@ -3,11 +3,13 @@
 from functools import partial
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from lightning_fcl.data import TaskStream
+from lightning_fcl.data.sources import as_sources
 from tests.helpers.numbered import numbered, one_task
 
 
@@ -46,6 +48,15 @@ def test_subsets_are_flattened():
     assert isinstance(loader.dataset, Subset)
     assert isinstance(loader.dataset.dataset, TensorDataset)
     assert numbers(loader) == [list(range(18, -1, -2))]
+
+
+def test_taking_twice_keeps_labels_and_positions():
+    (source,) = as_sources([numbered(10)], "train")
+    source = source.with_labels(list(range(10, 20)), "labels")
+    twice = source.take(np.array([8, 6, 4, 2])).take(np.array([3, 0]))
+    examples = twice.examples()
+    assert twice.dataset.indices == examples.positions.tolist() == [2, 8]
+    assert examples.labels.tolist() == [12, 18]
 
 
 def test_a_subset_of_another_kind_is_asked():

@@ -101,7 +101,7 @@ def test_iid_sizes_differ_by_at_most_one(size, clients, seed):
 
 
 def test_quantity_skew_grows_as_alpha_falls_and_labels_stay_mixed():
-    labels = ten_classes(20_000)
+    labels = np.sort(ten_classes(20_000))
     spread = []
     for alpha in (0.1, 1.0, 10.0, 1000.0):
         parts, _ = split(examples_of(labels), QuantityDirichlet(alpha, min_examples=100), 10)
@@ -131,6 +131,12 @@ def test_shards_are_equal_runs_of_the_sorted_labels(shards):
         assert all(len(np.unique(labels[part])) == 1 for part in parts)
 
 
+def test_shards_are_dealt_at_random():
+    labels = ten_classes(1000)
+    hands = {tuple(np.unique(labels[split(examples_of(labels), "shards", 5, seed=s)[0][0]])) for s in range(20)}
+    assert len(hands) > 10
+
+
 @given(classes_per_client=st.integers(1, 10), alpha=st.floats(1e-3, 1e3), clients=st.integers(10, 40), seed=SEEDS)
 def test_extended_dirichlet_deals_equally_many_classes(classes_per_client, alpha, clients, seed):
     labels = ten_classes(1000)
@@ -150,8 +156,8 @@ def test_by_domain_gives_each_client_one_domain():
 
 
 def test_by_domain_gives_few_clients_several_domains():
-    parts, _ = split(examples_of(ten_classes(90), domains=3), "by_domain", 2)
-    assert [np.unique(part % 3).tolist() for part in parts] == [[0, 2], [1]]
+    parts, _ = split(examples_of(ten_classes(90), domains=4), "by_domain", 2)
+    assert [np.unique(part % 4).tolist() for part in parts] == [[0, 2], [1, 3]]
 
 
 def test_by_domain_shares_a_domain_as_told():

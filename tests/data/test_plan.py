@@ -60,6 +60,10 @@ def test_figures_by_hand():
     assert [len(part) for part in plan.parts[0]] == [6, 4]
     assert plan.classes == (0, 1)
     assert np.sum(plan.counts[0], axis=0).tolist() == [5, 5]
+    data = [labelled(10), labelled(30)]
+    ids = NaturalClients([[0] * 9 + [1], [0, 1] * 15], min_examples=4)
+    two = TaskStream.from_datasets(data, data, clients=2, partition=ids).plan
+    assert (two.moved, two.deviation) == ((3, 0), 3 / 40)
     assert plan_of().deviation == 0.0
 
 
