@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from typing_extensions import override
 
 from lightning_fcl.exceptions import FCLError
@@ -85,6 +85,7 @@ def _fit(parser: _Parser, words: list[str]) -> None:
     from lightning_fcl.data.stream import TaskStream
     from lightning_fcl.federated.trainer import FederatedTrainer
 
+    set_parsing_settings(instantiate_subclass_spec_in_any=True)  # data sets, loggers and strategies may be of any type
     sys.path.insert(0, os.getcwd())  # so that class_path finds the user's modules, as `python script.py` would
     parser.add_class_arguments(FederatedTrainer, "trainer")
     parser.add_argument("--model", type=L.LightningModule, required=True, help="The module to train.")
