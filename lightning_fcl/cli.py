@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the program's name; by default those of this process.
 
     Returns:
-        0 if all went well, 1 if the library refused or failed (one line on standard error), 130 if interrupted. Other
-        errors, such as those of the user's own module, are raised as they are.
+        0 if all went well, 1 if the library refused or a report cannot be written (one line on standard error), 130 if
+        interrupted. Other errors, such as those of the user's own module, are raised as they are.
 
     Raises:
         SystemExit: After help (0), or with code 2 and one line on standard error if the arguments are wrong.
@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--config", action="config", help="YAML file with these options; may be given several times.")
     try:
         run(command, words[1:])
-    except FCLError as error:
+    except (FCLError, OSError) as error:
+        if run is _fit and not isinstance(error, FCLError):  # perhaps of the user's own code
+            raise
         print(f"{command.prog}: {_one_line(error)}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

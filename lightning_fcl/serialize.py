@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save
 from torch import Tensor
 
 from lightning_fcl.exceptions import CheckpointError
@@ -32,6 +29,8 @@ def dump_tree(tree: Any) -> bytes:
     Raises:
         TypeError: If a leaf is of another type, with its place in the tree.
     """
+    from safetensors.torch import save  # late: `import lightning_fcl` loads nothing that Lightning does not load
+
     tensors: dict[str, Tensor] = {}
     skeleton = _encode(tree, tensors, "state")
     return save(tensors, metadata={_TREE: json.dumps(skeleton, allow_nan=True)})
@@ -55,6 +54,8 @@ def load_tree(path: str | Path) -> Any:
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is damaged or was not written by :func:`save_tree`.
     """
+    from safetensors import safe_open
+
     if not Path(path).is_file():
         raise FileNotFoundError(f"`path` must be a file written by this library, got {str(path)!r}, which is not there")
     try:
@@ -67,6 +68,8 @@ def load_tree(path: str | Path) -> Any:
 
 def load_bytes(data: bytes) -> Any:
     """Inverse of :func:`dump_tree`."""
+    from safetensors.torch import load as load_tensors
+
     size = int.from_bytes(data[:8], "little")  # the format's header: length, then JSON
     skeleton = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_TREE])
     return _decode(skeleton, load_tensors(data))

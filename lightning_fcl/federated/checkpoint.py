@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
 from lightning_fcl.exceptions import CheckpointError
@@ -66,6 +63,8 @@ class CheckpointFolder:
         Raises:
             CheckpointError: If the disk refuses; older commits are untouched.
         """
+        from safetensors.torch import save as dump_tensors
+
         final = self.path / f"round_{number:06d}"
         temporary = self.path / f".round_{number:06d}.{os.getpid()}.tmp"
         try:
@@ -134,6 +133,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: If a file is missing, added, damaged or of another format; the message names it.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load as load_tensors
+
     manifest = _manifest(path)
     expected = manifest["files"]
     present = {p.name for p in path.iterdir()}

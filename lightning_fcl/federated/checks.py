@@ -1,5 +1,6 @@
 """Checks of a trainer's arguments, all before any work starts."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -92,3 +93,22 @@ def method_name(chain: Chain, callbacks: list[Any]) -> str:
     """Card names of what makes the method, such as ``"SPECIAL"``; plain FedAvg is named only if it stands alone."""
     names = [c.card.name for c in [*chain.rules, *callbacks] if getattr(c, "card", None)]
     return " + ".join([name for name in names if name != "FedAvg"] or ["FedAvg"])
+
+
+def as_list(value: Any) -> list[Any]:
+    """``value`` as a list: ``None`` and ``False`` are empty, a single object is a list of one."""
+    if value is None or value is False:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def quorum(min_completed: int | float, sampled: int) -> int:
+    """Updates that a round needs, given how many clients were sampled; at least one.
+
+    Example:
+        >>> quorum(3, 8), quorum(3, 2), quorum(0.5, 5)
+        (3, 2, 3)
+    """
+    if isinstance(min_completed, int):
+        return max(1, min(sampled, min_completed))
+    return max(1, math.ceil(min_completed * sampled))

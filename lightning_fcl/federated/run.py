@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_fcl.callbacks.base import ServerCallback
 from lightning_fcl.exceptions import EmptyRoundError
 from lightning_fcl.federated.checkpoint import CheckpointFolder
+from lightning_fcl.federated.checks import quorum
 from lightning_fcl.federated.client import LocalBudget
 from lightning_fcl.federated.client_data import ClientData
 from lightning_fcl.federated.client_store import ClientStore
@@ -178,7 +179,7 @@ class Run:
         state.bytes_up += payload * len(state.completed)
         state.metrics["round/clients"] = float(len(state.completed))
         self._server_event("on_before_aggregate")
-        if len(state.completed) < trainer.quorum(len(state.sampled)):
+        if len(state.completed) < quorum(trainer.min_completed, len(state.sampled)):
             state.completed = []
             state.empty_rounds += 1
             if state.empty_rounds >= trainer.max_empty_rounds:

@@ -16,7 +16,7 @@ from lightning_fcl.aggregators.base import Reducer, ServerStep
 from lightning_fcl.aggregators.chain import Chain, as_chain
 from lightning_fcl.aggregators.fedavg import FedAvg
 from lightning_fcl.callbacks.base import ServerCallback
-from lightning_fcl.federated.checks import check_arguments, check_engine, check_module, method_name
+from lightning_fcl.federated.checks import as_list, check_arguments, check_engine, check_module, method_name
 from lightning_fcl.federated.context import ClientContext, JobInfo
 from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.engines.select import make_engine
@@ -143,15 +143,15 @@ class FederatedTrainer:
         self.local_epochs = local_epochs
         self.local_steps = local_steps
         self.chain = as_chain(aggregator if aggregator is not None else FedAvg())
-        self.callbacks = _as_list(callbacks)
-        self.server_callbacks = _as_list(server_callbacks)
+        self.callbacks = as_list(callbacks)
+        self.server_callbacks = as_list(server_callbacks)
         self.accelerator = accelerator
         self.devices = devices
         self.strategy = strategy
         self.precision = precision
         self.parallel = parallel
         self.engine = engine
-        self.loggers = _as_list(loggers)
+        self.loggers = as_list(loggers)
         self.seed = seed
         self.accumulate_grad_batches = accumulate_grad_batches
         self.gradient_clip_val = gradient_clip_val
@@ -210,11 +210,6 @@ class FederatedTrainer:
         """Whether this process writes files."""
         return self.fabric.is_global_zero
 
-    @property
-    def global_rank(self) -> int:
-        """This process among all."""
-        return self.fabric.global_rank
-
     def rounds_of(self, task: int) -> int:
         """Training rounds of a task."""
         if self.fast_dev_run:
@@ -226,11 +221,6 @@ class FederatedTrainer:
         """Training rounds of all tasks of the stream being fitted."""
         tasks = 0 if self.stream is None else 1 if self.fast_dev_run else len(self.stream)
         return sum(self.rounds_of(task) for task in range(tasks))
-
-    def quorum(self, sampled: int) -> int:
-        """Updates that a round needs, given how many clients were sampled; at least one."""
-        needed = self.min_completed
-        return max(1, min(sampled, needed) if isinstance(needed, int) else -int(-needed * sampled // 1))
 
     # -- entry points ------------------------------------------------------------------------------------------------
 
@@ -339,9 +329,3 @@ class FederatedTrainer:
         hooks = HookTable(callbacks, L.Callback, engine.module)
         info = JobInfo(seed=self.seed, phase="evaluate")
         return hooks, ClientContext(engine=engine, hooks=hooks, info=info, callbacks=callbacks, loggers=self.loggers)
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None or value is False:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]

@@ -119,7 +119,7 @@ class Comparison:
         """Two tables, of the summary figures and of the scores per evaluation set, and the notes."""
         notes = [f"- {escape(note, quote=False)}" for note in self._footnotes()]
         tables = [markdown_table(*table) for table in (self._headlines(), self._columns())]
-        return "\n\n".join([self._unit(), *tables, "\n".join(notes)]) + "\n"
+        return "\n\n".join([escape(self._unit(), quote=False), *tables, "\n".join(notes)]) + "\n"
 
     def html(self) -> str:
         """One self-contained page with the same tables and every single run."""
