@@ -251,3 +251,9 @@ def test_compare_prints_and_writes(config, fcl, finished):
     assert out.splitlines()[-1] == "comparison: both/comparison.html"
     Page((config.parent / "both" / "comparison.html").read_text()).assert_self_contained()
     assert fcl("compare", ".")[1] == out.replace("comparison: both/comparison.html\n", "")
+
+
+def test_a_place_that_cannot_be_written_is_one_line_and_code_1(config, fcl, finished):
+    code, _, err = fcl("compare", finished, "--out", config / "inside")
+    assert (code, len(err)) == (1, 1)
+    assert "cannot write" in err[0]
