@@ -92,8 +92,7 @@ def main(
     else:
         data = load_digit_folder(folder, domains or ("mnist", "mnistm", "usps", "svhn"), size=size, limit=limit)
     if smoke:
-        rounds, epochs, alpha, data = 3, 1, 10.0, dict(list(data.items())[:2])
-    channels = next(iter(data.values()))[0][0][0].shape[0]
+        rounds, epochs, alpha, data = 3, 4, 100.0, dict(list(data.items())[:2])
     pulls = strength if isinstance(strength, list) else [strength]
     reports = []
     for one in range(seed, seed + seeds):
@@ -119,14 +118,13 @@ def main(
                 devices=devices,
                 seed=one,
                 eval_every=max(1, rounds // 10),
-                checkpoint_every=5,
                 **rules(default if pull is None else pull, bn_stats),
             )
             L.seed_everything(one, verbose=False)
-            module = ImageClassifier(make_net(net, channels, size), lr=lr)
+            module = ImageClassifier(make_net(net, 1 if folder is None else 3, size), lr=lr)
             reports.append(trainer.fit(module, stream, ckpt_path="auto"))
-    lines = [f"report: {report.run_dir / 'report.html'}" for report in reports]
-    rank_zero_only(print)(compare(reports, SPECIAL_DIGIT10), *lines, sep="\n")
+    pages = (f"report: {report.run_dir / 'report.html'}" for report in reports)
+    rank_zero_only(print)(compare(reports, SPECIAL_DIGIT10), *pages, sep="\n")
     return {report.run_dir.name: report.summary for report in reports}
 
 

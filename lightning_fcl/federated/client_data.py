@@ -84,7 +84,7 @@ class PreloadedLoader:
             return
         generator = torch.Generator()  # RandomSampler seeds one of its own when the first batch is asked for
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        for indices in torch.randperm(count, generator=generator).split(batch_size):
+        for indices in torch.split(torch.randperm(count, generator=generator), batch_size):
             yield self.dataset.take(indices)
 
 

@@ -125,7 +125,7 @@ def by_hand(case: str) -> tuple[dict[str, Tensor], float, float]:
             for _ in range(epochs):
                 torch.empty((), dtype=torch.int64).random_()  # the loader's own draw
                 generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
-                for indices in torch.randperm(examples, generator=generator).split(batch_size):
+                for indices in torch.split(torch.randperm(examples, generator=generator), batch_size):
                     loss = nn.functional.cross_entropy(net(features[indices]), labels[indices])
                     optimizer.zero_grad()
                     loss.backward()  # type: ignore[no-untyped-call]
