@@ -47,7 +47,7 @@ def check_arguments(trainer: "FederatedTrainer") -> None:
         if (value := getattr(trainer, name)) not in allowed:
             raise MisconfigurationError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
     share = trainer.min_completed
-    if isinstance(share, float) and not 0 < share <= 1:
+    if not (0 < share <= 1 if isinstance(share, float) else share >= 1):
         raise MisconfigurationError(
             f"`min_completed` must be a number of clients (int) or a share in (0, 1] (float), got {share}."
         )

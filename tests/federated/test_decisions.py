@@ -54,6 +54,7 @@ class Twice(ContinualCallback):
         ({"parallel": "data"}, "`parallel` must be one of 'clients', 'model', got 'data'"),
         ({"on_client_error": "ignore"}, "`on_client_error` must be one of"),
         ({"min_completed": 1.5}, r"`min_completed` must be .* share in \(0, 1\]"),
+        ({"min_completed": -1}, r"`min_completed` must be a number of clients .* got -1"),
         ({"gradient_clip_val": -1.0}, "`gradient_clip_val` must be positive or None"),
         ({"aggregator": ["fedavg"]}, "`aggregator` must be a Reducer"),
     ],
