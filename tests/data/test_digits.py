@@ -79,6 +79,8 @@ def test_the_seed_alone_decides():
         for part in range(2):
             assert same(first[name][part], again[name][part])
             assert not same(first[name][part], other[name][part])
+    corners = [domains["textured"][0].tensors[0][:, 0, 0, 0] for domains in (first, other)]  # no digit has ink there
+    assert not torch.equal(*corners)
 
 
 def test_other_shares():
