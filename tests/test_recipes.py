@@ -1,0 +1,202 @@
+"""Every recipe: it explains itself, it learns, and it says in one line what is wrong with its options."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fcl._recipes import chosen_methods, command_line, real_data
+from lightning_fcl.exceptions import DatasetError, MisconfigurationError, ResumeMismatchError
+from lightning_fcl.reports import SPECIAL_DIGIT10, RunReport
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.py")) if path.name != "__init__.py"}
+MOST_LINES = 150
+COMMON = ("out", "seed", "method", "data_dir", "smoke")
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Loads a recipe as a module."""
+    monkeypatch.delenv("FCL_DATA", raising=False)
+
+    def load_recipe(name):
+        spec = importlib.util.spec_from_file_location(name, RECIPES[name])
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load_recipe
+
+
+@pytest.fixture
+def command(load, monkeypatch, name):
+    """Runs recipe ``name`` as its file does as a script, with options that must end it; gives what it ends with."""
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        with pytest.raises(SystemExit) as end:
+            command_line(load(name).main)
+        return str(end.value)
+
+    return run
+
+
+@pytest.fixture
+def digits(load):
+    return load("special_digits")
+
+
+# -- all recipes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_is_short(name):
+    assert len(RECIPES[name].read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_explains_the_common_options(name):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, RECIPES[name], "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    assert not [option for option in COMMON if f"  --{option}" not in result.stdout]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_unknown_method_is_one_line_that_names_the_known_ones(command):
+    error = command("--method", "magic")
+    assert error.startswith("error: `method` must be all or one of ")
+    assert error.endswith(", got 'magic'.")
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_missing_data_are_one_line_that_names_the_folder(command):
+    error = command("--data-dir", "nowhere", "--smoke")
+    assert error.startswith("error: `path` must hold mnist.npz")
+    assert "'nowhere'" in error
+    assert "\n" not in error
+
+
+# -- special_digits ---------------------------------------------------------------------------------------------------
+
+
+def test_all_methods_learn_and_are_compared(digits, tmp_path, capsys):
+    figures = digits.main(out=tmp_path, smoke=True)
+    assert list(figures) == [f"{name}-seed0" for name in ("fedavg", "fedavg-1i", "fedprox", "special-c", "special")]
+    matrices = {name: RunReport.load(tmp_path / name).accuracy for name in figures}
+    assert all(matrix.shape == (2, 2) and matrix[0, 0] > 0.4 for matrix in matrices.values())  # chance is 0.1
+    first = matrices["special-seed0"][0, 0]  # there is nothing to hold on to in the first task
+    assert all(matrices[name][0, 0] == first for name in ("fedavg-seed0", "fedavg-1i-seed0", "special-c-seed0"))
+    assert figures["special-seed0"]["bwt"] > figures["fedavg-seed0"]["bwt"]
+    printed = capsys.readouterr().out
+    assert printed.count("method ") == 1
+    assert "SPECIAL (paper)" in printed
+    assert "theirs, on other data (USPS, SVHN, EMNIST, MNIST" in printed
+    assert printed.endswith(f"report: {tmp_path / 'special-seed0' / 'report.html'}\n")
+    assert (tmp_path / "special-seed0" / "report.html").is_file()
+
+
+def test_second_call_returns_the_finished_runs_and_other_settings_are_refused(digits, tmp_path):
+    options = {"out": tmp_path, "smoke": True, "method": "fedavg", "seed": 3}
+    first = digits.main(**options)
+    commits = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("checkpoints/**/*")}
+    second = digits.main(**options, seeds=2)
+    assert list(second) == ["fedavg-seed3", "fedavg-seed4"]
+    assert second["fedavg-seed3"] == first["fedavg-seed3"] != second["fedavg-seed4"]
+    assert commits.items() <= {path: path.stat().st_mtime_ns for path in tmp_path.rglob("checkpoints/**/*")}.items()
+    with pytest.raises(ResumeMismatchError, match=r"hparams.lr: 0.1 -> 0.2"):
+        digits.main(**options, lr=0.2)
+
+
+def test_strengths_have_folders_and_names_of_their_own(digits, tmp_path):
+    figures = digits.main(out=tmp_path, smoke=True, method=["special"], strength=[0.5, 1e6])
+    assert list(figures) == ["special-0.5-seed0", "special-1e+06-seed0"]
+    report = RunReport.load(tmp_path / "special-1e+06-seed0")
+    assert report.method == "SPECIAL 1e+06"
+    torch.testing.assert_close(report.accuracy[1], report.accuracy[0], atol=0.01, rtol=0)  # frozen at the anchor
+
+
+@pytest.mark.parametrize("net", ["small-bn", "lenet"])
+def test_other_nets_and_treatments_of_batch_norm(digits, tmp_path, net):
+    blend = digits.main(out=tmp_path / "blend", smoke=True, method="special", net=net)
+    current = digits.main(out=tmp_path / "current", smoke=True, method="special", net=net, bn_stats="current")
+    assert (blend == current) == (net == "lenet")  # only statistics of BatchNorm are treated differently
+
+
+@pytest.mark.parametrize("net", ["small-bn", "resnet18"])
+@pytest.mark.parametrize("examples", [33, 1])
+def test_nets_with_batch_norm_train_on_what_a_client_may_have(digits, net, examples):
+    """A lone example is dropped; should it be all a client has, the smallest maps still have a variance."""
+    from lightning_fcl import TaskStream
+
+    data = torch.utils.data.TensorDataset(torch.randn(examples, 1, 16, 16), torch.zeros(examples, dtype=torch.long))
+    stream = TaskStream.domains({"one": (data, data)}, clients=1, batch_size=16, drop_last=True)
+    model = digits.make_net(net, channels=1, size=16).train()
+    sizes = [len(y) for x, y in stream.train_loader(0, 0) if model(x).isfinite().all()]
+    assert sizes == ([16, 16] if examples == 33 else [1])
+
+
+def test_data_are_found_by_the_environment(digits, monkeypatch, tmp_path):
+    monkeypatch.setenv("FCL_DATA", "somewhere")
+    with pytest.raises(DatasetError, match="somewhere"):
+        digits.main(out=tmp_path, smoke=True)
+
+
+def test_papers_figures_are_those_of_the_paper():
+    assert SPECIAL_DIGIT10.rows["FedAvg"] == {"acc": 0.5869, "bwt": -0.4044, "worst_drop": -0.5473}
+    assert SPECIAL_DIGIT10.rows["SPECIAL"]["acc"] - SPECIAL_DIGIT10.rows["FedAvg"]["acc"] == pytest.approx(0.0343)
+
+
+# -- add_to_lightning -------------------------------------------------------------------------------------------------
+
+
+def test_one_line_keeps_the_first_task(load, tmp_path, capsys):
+    figures = load("add_to_lightning").main(out=tmp_path)
+    without, with_ewc = figures["no method"], figures["EWC"]
+    assert without["first_before"] == with_ewc["first_before"] > 0.85
+    assert without["bwt"] < -0.7  # nearly all is forgotten
+    assert with_ewc["bwt"] > without["bwt"] + 0.3
+    assert RunReport.load(tmp_path / "ewc").accuracy[1, 1] > 0.85  # and the second task is learned nevertheless
+    assert capsys.readouterr().out.endswith(f"{tmp_path / 'ewc' / 'report.html'}\n")
+
+
+def test_the_line_is_one_line():
+    assert RECIPES["add_to_lightning"].read_text().count("EWC(") == 1
+
+
+# -- what recipes share -----------------------------------------------------------------------------------------------
+
+
+def test_options_take_dashes_and_switches(monkeypatch):
+    seen = {}
+
+    def main(data_dir: Path | None = None, smoke: bool = False, strength: list[float] | None = None) -> None:
+        """Note what came in."""
+        seen.update(data_dir=data_dir, smoke=smoke, strength=strength)
+
+    monkeypatch.setattr(sys, "argv", ["x", "--data-dir", "a-b", "--smoke", "--strength=[0.1, 2]"])
+    command_line(main)
+    assert seen == {"data_dir": Path("a-b"), "smoke": True, "strength": [0.1, 2.0]}
+
+
+def test_methods_are_chosen_by_name():
+    assert chosen_methods(["b", "a"], ["a", "b"]) == ["b", "a"]
+    with pytest.raises(MisconfigurationError, match=r"`method` must be all or one of a, b, got 'c'\."):
+        chosen_methods(["a", "c"], ["a", "b"])
+
+
+def test_given_folder_goes_before_the_environment(monkeypatch):
+    monkeypatch.setenv("FCL_DATA", "home")
+    assert real_data(Path("mine"), "digits") == Path("mine")
+    assert real_data(None, "digits") == Path("home/digits")
+    monkeypatch.delenv("FCL_DATA")
+    assert real_data(None, "digits") is None
