@@ -29,10 +29,10 @@ from lightning_fcl.reports import SPECIAL_DIGIT10, compare
 METHODS: dict[str, tuple[str, float, Callable[[float, Any], dict[str, Any]]]] = {
     "fedavg": ("FedAvg", 0, lambda s, bn: {"aggregator": FedAvg("uniform")}),
     "fedavg-1/i": ("FedAvg, step 1/i", 0, lambda s, bn: {"aggregator": FedAvg("uniform", lr="inverse_task")}),
-    "fedprox": ("FedProx", 0.1, lambda s, bn: {"aggregator": FedAvg("uniform"), "callbacks": FedProx(s)}),
-    "special-c": ("SPECIAL-C", 0.2, lambda s, bn: {"aggregator": FedAvg("uniform"), "callbacks": ClientProximal(s)}),
-    "special": ("SPECIAL", 0.1, lambda s, bn: {"aggregator": ServerProximal(s, bn_stats=bn)}),
-    "special-lr1": ("SPECIAL, step 1", 0.1, lambda s, bn: {"aggregator": ServerProximal(s, lr=1.0, bn_stats=bn)}),
+    "fedprox": ("FedProx{}", 0.1, lambda s, bn: {"aggregator": FedAvg("uniform"), "callbacks": FedProx(s)}),
+    "special-c": ("SPECIAL-C{}", 0.2, lambda s, bn: {"aggregator": FedAvg("uniform"), "callbacks": ClientProximal(s)}),
+    "special": ("SPECIAL{}", 0.1, lambda s, bn: {"aggregator": ServerProximal(s, bn_stats=bn)}),
+    "special-lr1": ("SPECIAL{}, step 1", 0.1, lambda s, bn: {"aggregator": ServerProximal(s, lr=1.0, bn_stats=bn)}),
 }
 
 
@@ -108,7 +108,7 @@ def main(
         for name, pull in [(n, p) for n in names for p in (pulls if METHODS[n][1] else [None])]:
             title, default, rules = METHODS[name]
             trainer = FederatedTrainer(
-                method=title if pull is None else f"{title} {pull:g}",
+                method=title.format("" if pull is None else f" {pull:g}"),
                 run_dir=out / f"{name.replace('/', '')}{'' if pull is None else f'-{pull:g}'}-seed{one}",
                 rounds=rounds,
                 clients_per_round=sampled,
