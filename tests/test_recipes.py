@@ -93,7 +93,7 @@ def test_all_methods_learn_and_are_compared(digits, tmp_path, capsys):
     figures = digits.main(out=tmp_path, smoke=True)
     assert list(figures) == [f"{name}-seed0" for name in ("fedavg", "fedavg-1i", "fedprox", "special-c", "special")]
     matrices = {name: RunReport.load(tmp_path / name).accuracy for name in figures}
-    assert all(matrix.shape == (2, 2) and matrix[0, 0] > 0.4 for matrix in matrices.values())  # chance is 0.1
+    assert all(matrix.shape == (2, 2) and matrix[0, 0] > 0.8 for matrix in matrices.values())  # chance is 0.1
     first = matrices["special-seed0"][0, 0]  # there is nothing to hold on to in the first task
     assert all(matrices[name][0, 0] == first for name in ("fedavg-seed0", "fedavg-1i-seed0", "special-c-seed0"))
     assert figures["special-seed0"]["bwt"] > figures["fedavg-seed0"]["bwt"]
