@@ -76,15 +76,16 @@ class PreloadedLoader:
         return self._batches()
 
     def _batches(self) -> Iterator[list[Tensor]]:
-        count, batch_size = len(self.dataset), self.plain.batch_size
+        count, batch_size, batches = len(self.dataset), self.plain.batch_size, len(self.plain)
         assert batch_size is not None
         if not self._shuffles:
-            for start in range(0, count, batch_size):
+            for start in range(0, batches * batch_size, batch_size):
                 yield [column[start : start + batch_size] for column in self.dataset.columns]
             return
         generator = torch.Generator()  # RandomSampler seeds one of its own when the first batch is asked for
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        for indices in torch.split(torch.randperm(count, generator=generator), batch_size):
+        order = torch.randperm(count, generator=generator)
+        for indices in torch.split(order, batch_size)[:batches]:  # drop_last leaves one fewer
             yield self.dataset.take(indices)
 
 
@@ -177,7 +178,6 @@ def _is_plain_loader(loader: DataLoader[Any]) -> bool:
     return (
         loader.num_workers == 0
         and loader.collate_fn is default_collate
-        and not loader.drop_last
         and loader.batch_size is not None
         and type(loader.sampler) in (RandomSampler, SequentialSampler)
         and loader.generator is None

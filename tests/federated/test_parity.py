@@ -169,10 +169,14 @@ def test_callbacks_see_the_hooks_of_trainer_fit_in_the_same_order(options, tmp_p
     assert len(ours.calls) > 40
 
 
-def test_preloading_changes_no_bit(tmp_path):
+@pytest.mark.parametrize(
+    "options", [{}, {"shuffle": False}, {"drop_last": True}, {"drop_last": True, "shuffle": False}]
+)
+def test_preloading_changes_no_bit(options, tmp_path):
     results = []
     for megabytes in (0, 64):
         module = make_toy(dropout=0.5)
-        toy_trainer(tmp_path / str(megabytes), preload_mb=megabytes).fit(module, toy_stream())
+        stream = toy_stream(examples=75, **options)  # a last batch of two or three examples
+        toy_trainer(tmp_path / str(megabytes), preload_mb=megabytes).fit(module, stream)
         results.append(state_of(module))
     assert_same_bits(*results)
