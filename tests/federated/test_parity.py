@@ -172,11 +172,11 @@ def test_callbacks_see_the_hooks_of_trainer_fit_in_the_same_order(options, tmp_p
 @pytest.mark.parametrize(
     "options", [{}, {"shuffle": False}, {"drop_last": True}, {"drop_last": True, "shuffle": False}]
 )
-def test_preloading_changes_no_bit(options, tmp_path):
+def test_preloading_changes_no_bit(shuffle, drop_last, tmp_path):
     results = []
     for megabytes in (0, 64):
         module = make_toy(dropout=0.5)
-        stream = toy_stream(examples=75, **options)  # a last batch of two or three examples
+        stream = toy_stream(examples=75, shuffle=shuffle, drop_last=drop_last)  # last batches of two or three
         toy_trainer(tmp_path / str(megabytes), preload_mb=megabytes).fit(module, stream)
         results.append(state_of(module))
     assert_same_bits(*results)
