@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep
-from lightning_fcl.exceptions import MisconfigurationError
+from lightning_fcl.exceptions import FCLError, MisconfigurationError
 
 
 class Chain:
@@ -34,8 +34,10 @@ class Chain:
             raise MisconfigurationError("`Chain` must hold at least one rule, got none. Use `FedAvg()`.")
         for place, rule in enumerate(rules):
             if not isinstance(rule, Reducer | ServerStep):
+                found = f"the class {rule.__name__}" if isinstance(rule, type) else type(rule).__name__
+                hint = " It belongs in `callbacks=`." if hasattr(rule, "on_fit_start") else ""
                 raise MisconfigurationError(
-                    f"`aggregator` must be a Reducer, a ServerStep or a Chain of them, got {type(rule).__name__}."
+                    f"`aggregator` must be a Reducer, a ServerStep or a Chain of them, got {found}.{hint}"
                 )
             if isinstance(rule, Reducer) and place > 0:
                 raise MisconfigurationError(
@@ -69,9 +71,21 @@ class Chain:
             return stats.lone.clone(), []
         new_states: list[Any] = []
         for step, state in zip(self.steps, states, strict=True):
-            delta, new_state = step.apply(params, delta, stats, state)
+            delta, new_state = _checked(step, step.apply(params, delta, stats, state), params)
             new_states.append(new_state)
-        return torch.add(delta, params, out=delta).to(params.dtype), new_states
+        return (params.double() + delta).to(params.dtype), new_states
+
+
+def _checked(step: ServerStep, result: Any, params: Tensor) -> tuple[Tensor, Any]:
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
+        raise FCLError(f"`{type(step).__name__}.apply` must return (delta, state), got {type(result).__name__}.")
+    delta = result[0]
+    if delta.shape != params.shape or delta.dtype != torch.float64:
+        raise FCLError(
+            f"`{type(step).__name__}.apply` must return a float64 delta of shape {tuple(params.shape)}, got "
+            f"{delta.dtype} of shape {tuple(delta.shape)}. Rounding comes last."
+        )
+    return delta, result[1]
 
 
 def as_chain(aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | ServerStep]") -> Chain:

@@ -19,8 +19,15 @@ class ServerCallback:
 
     Hooks get the :class:`~lightning_fcl.FederatedTrainer` (``trainer.state`` holds task, round, sampled clients and
     metrics) and the user's module. Hooks run on every rank in the same order; write files only if
-    ``trainer.is_global_zero``. From ``on_after_aggregate`` on, the module holds the new global weights.
+    ``trainer.is_global_zero``. In all hooks but ``on_client_end``, ``on_before_aggregate`` and ``on_exception`` the
+    module holds a copy of the global weights to look at: what a hook changes in it is not kept. To change the global
+    weights, write a :class:`~lightning_fcl.aggregators.ServerStep`.
+
+    Attributes:
+        needs_weights: Set to ``False`` on a subclass that never looks at the module; it saves a copy per hook.
     """
+
+    needs_weights: bool = True
 
     @property
     def state_key(self) -> str:

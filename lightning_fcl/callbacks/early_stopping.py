@@ -26,6 +26,8 @@ class RoundEarlyStopping(ServerCallback):
         MisconfigurationError: If an argument is out of range.
     """
 
+    needs_weights = False
+
     def __init__(
         self, monitor: str, *, patience: int = 3, mode: Literal["max", "min"] = "max", min_delta: float = 0.0
     ) -> None:
@@ -39,6 +41,7 @@ class RoundEarlyStopping(ServerCallback):
         self.min_delta = min_delta
         self._best = -math.inf
         self._waited = 0
+        self._seen = False
 
     @override
     def on_task_start(self, trainer: "FederatedTrainer", pl_module: L.LightningModule) -> None:
@@ -49,6 +52,7 @@ class RoundEarlyStopping(ServerCallback):
         value = trainer.state.metrics.get(self.monitor)
         if value is None or trainer.state.phase != "train":
             return
+        self._seen = True
         score = value if self.mode == "max" else -value
         if score > self._best + self.min_delta:
             self._best, self._waited = score, 0
@@ -58,9 +62,18 @@ class RoundEarlyStopping(ServerCallback):
             trainer.should_stop = True
 
     @override
+    def on_task_end(self, trainer: "FederatedTrainer", pl_module: L.LightningModule) -> None:
+        if not self._seen:
+            raise MisconfigurationError(
+                f"`monitor` must be a tag that a round logs, but {self.monitor!r} never came; the last round logged "
+                f"{sorted(trainer.state.metrics)}. Evaluations come every `eval_every=` rounds."
+            )
+
+    @override
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "waited": self._waited}
+        return {"best": self._best, "waited": self._waited, "seen": self._seen}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._best, self._waited = state_dict.get("best", -math.inf), state_dict.get("waited", 0)
+        self._seen = state_dict.get("seen", False)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -62,7 +63,7 @@ class EWC(ContinualCallback):
 
     def __init__(
         self,
-        strength: float = 100.0,
+        strength: float = 10.0,
         *,
         memory: Literal["all", "last"] = "all",
         log_likelihood: Callable[[Any, Any], Tensor] = classification_log_likelihood,
@@ -115,9 +116,13 @@ class EWC(ContinualCallback):
     def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         if self.strength == 0:
             return
-        loader = trainer.train_dataloader
-        batches = (_to_device(pl_module, batch) for batch in loader)
+        limit = trainer.num_training_batches
+        loader = islice(trainer.train_dataloader, None if math.isinf(limit) else int(limit))
+        batches = (_as_in_training(trainer, pl_module, batch) for batch in loader)
         importance = fisher_diagonal(pl_module, self.log_likelihood, batches, num_samples=self.num_samples)
+        if isinstance(trainer, L.Trainer) and trainer.world_size > 1:
+            # Each rank measured its own share; DistributedSampler makes the shares equal.
+            importance = {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in importance.items()}
         anchor = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
         if self.importance and self.memory == "all":
             shared = self.importance.keys() & importance.keys()
@@ -137,5 +142,9 @@ class EWC(ContinualCallback):
         self.anchor = dict(state_dict.get("anchor", {}))
 
 
-def _to_device(pl_module: L.LightningModule, batch: Any) -> Any:
-    return pl_module.transfer_batch_to_device(batch, pl_module.device, 0)
+def _as_in_training(trainer: Any, pl_module: L.LightningModule, batch: Any) -> Any:
+    """The batch as ``training_step`` gets it: cast, moved, and through the module's own transfer hooks."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = pl_module.on_before_batch_transfer(batch, 0)
+    batch = pl_module.transfer_batch_to_device(batch, pl_module.device, 0)
+    return pl_module.on_after_batch_transfer(batch, 0)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import torch
 
 from lightning_fcl.aggregators.chain import Chain
 from lightning_fcl.exceptions import MisconfigurationError
@@ -46,6 +47,11 @@ def check_arguments(trainer: "FederatedTrainer") -> None:
     for name, allowed in _CHOICES.items():
         if (value := getattr(trainer, name)) not in allowed:
             raise MisconfigurationError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+    for logger in trainer.loggers:
+        if not hasattr(logger, "log_metrics"):
+            raise MisconfigurationError(
+                f"`loggers` must be Lightning loggers, got {logger!r}. CSV files are always written."
+            )
     share = trainer.min_completed
     if not (0 < share <= 1 if isinstance(share, float) else share >= 1):
         raise MisconfigurationError(
@@ -56,6 +62,18 @@ def check_arguments(trainer: "FederatedTrainer") -> None:
 def check_module(trainer: "FederatedTrainer", module: L.LightningModule, stream: "TaskStream") -> None:
     """Raise :class:`MisconfigurationError` if module, stream and trainer cannot work together."""
     kind = type(module)
+    if torch.is_inference_mode_enabled():
+        raise MisconfigurationError(
+            "`fit` must be called outside of `torch.inference_mode()`: nothing can be trained in it."
+        )
+    if hasattr(module, "_orig_mod"):
+        raise MisconfigurationError(
+            "`module` must be the LightningModule itself, got what `torch.compile` made of it. Compile the nets inside."
+        )
+    if empty := [task for task in range(len(stream)) if not stream.clients(task)]:
+        raise MisconfigurationError(
+            f"`stream` must have clients with data in every stage, but stages {empty[:3]} have none."
+        )
     if not isinstance(module, L.LightningModule):
         raise MisconfigurationError(
             f"`module` must be a `lightning.LightningModule`, got {kind.__module__}.{kind.__name__}. "

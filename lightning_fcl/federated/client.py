@@ -24,7 +24,7 @@ from lightning_fcl.exceptions import MisconfigurationError, NoTrainingError
 from lightning_fcl.federated.context import ClientContext
 from lightning_fcl.federated.deadline import Deadline
 from lightning_fcl.federated.engines.base import Engine
-from lightning_fcl.federated.hooks import HookTable
+from lightning_fcl.federated.hooks import HookTable, overridden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class ModuleFacts:
 
     def __init__(self, engine: Engine) -> None:
         module = engine.module
-        self.own_optimizer_step = _overridden(module, "optimizer_step")
-        self.training_step_takes_index = _takes_index(module.training_step)
+        self.own_optimizer_step = overridden(module, "optimizer_step")
+        self.training_step_takes_index = takes_index(module.training_step)
         self.transfer = BatchTransfer(engine)
 
 
@@ -67,7 +67,6 @@ class LocalTraining:
         context: The job's context.
         loader: The client's batches.
         facts: What is known of the module.
-        lr_factor: Multiplies every learning rate of this job.
         timeout: Seconds after which :class:`TimeoutError` is raised; ``None`` for never.
     """
 
@@ -79,7 +78,6 @@ class LocalTraining:
         loader: Any,
         facts: ModuleFacts,
         *,
-        lr_factor: float = 1.0,
         timeout: float | None = None,
     ) -> None:
         self.engine = engine
@@ -87,7 +85,6 @@ class LocalTraining:
         self.hooks = hooks
         self.context = context
         self.loader = loader
-        self.lr_factor = lr_factor
         self.deadline = Deadline(timeout)
         self.num_batches = context.num_training_batches
         self.facts = facts
@@ -131,12 +128,11 @@ class LocalTraining:
             configs: list[Any] = []
         else:  # lists, dicts and schedulers in all of Lightning's forms, with its own messages
             optimizers, configs = _parse_optimizers(self.module, configured)
-        if self.lr_factor != 1.0:
-            _scale_learning_rates(optimizers, configs, self.lr_factor)
         context.optimizers = self.engine.attach_optimizers(optimizers)
         context.lr_scheduler_configs = configs
         for optimizer, state in zip(context.optimizers, states or [], strict=False):
-            optimizer.load_state_dict(state)
+            # Moments and step counts only: learning rates and schedules start anew in every job.
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state["state"]})
 
     def _done(self) -> bool:
         context = self.context
@@ -255,7 +251,7 @@ class BatchTransfer:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        self.own = any(_overridden(engine.module, name) for name in names)
+        self.own = any(overridden(engine.module, name) for name in names)
         self.idle = not self.own and engine.fabric.device.type == "cpu"
 
     def __call__(self, batch: Any) -> Any:
@@ -303,21 +299,7 @@ def _loss_of(result: Any, accumulate: int) -> tuple[Tensor | None, dict[str, Any
     return (result if result is None or accumulate == 1 else result / accumulate), extra
 
 
-def _scale_learning_rates(optimizers: list[Optimizer], configs: list[Any], factor: float) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
-            if "initial_lr" in group:
-                group["initial_lr"] = group["initial_lr"] * factor
-    for config in configs:
-        if hasattr(config.scheduler, "base_lrs"):
-            config.scheduler.base_lrs = [lr * factor for lr in config.scheduler.base_lrs]
-
-
-def _overridden(module: L.LightningModule, name: str) -> bool:
-    return getattr(type(module), name, None) is not getattr(L.LightningModule, name) or name in vars(module)
-
-
-def _takes_index(step: Callable[..., Any]) -> bool:
+def takes_index(step: Callable[..., Any]) -> bool:
+    """Whether a step wants the batch's index beside the batch."""
     parameters = inspect.signature(step).parameters
     return len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())

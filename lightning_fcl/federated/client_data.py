@@ -22,6 +22,8 @@ from torch.utils.data import (
 from lightning_fcl.data.stream import TaskStream
 from lightning_fcl.serialize import tree_bytes
 
+_LOOKS = 3  # examples fetched twice to see whether they stay the same
+
 
 class Preloaded(Dataset[Any]):
     """A client's examples as one tensor per field; a batch is one indexing call.
@@ -66,6 +68,8 @@ class PreloadedLoader:
         self._shuffles = isinstance(plain.sampler, RandomSampler)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "plain":  # while being copied
+            raise AttributeError(name)
         return getattr(self.plain, name)
 
     def __len__(self) -> int:
@@ -80,7 +84,8 @@ class PreloadedLoader:
         assert batch_size is not None
         if not self._shuffles:
             for start in range(0, batches * batch_size, batch_size):
-                yield [column[start : start + batch_size] for column in self.dataset.columns]
+                # Copies: a step may change its batch in place.
+                yield [column[start : start + batch_size].clone() for column in self.dataset.columns]
             return
         generator = torch.Generator()  # RandomSampler seeds one of its own when the first batch is asked for
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -125,8 +130,9 @@ class ClientData:
 
     Preloading replaces the dataset only; sampler, batch size and every random draw stay. It happens by a fixed rule:
     the loader uses no worker processes and the default collate function, examples are tuples of tensors or numbers of
-    equal shape, and fetching them draws nothing from Python's, NumPy's or torch's global generators (a random
-    augmentation must stay random).
+    equal shape, fetching them draws nothing from Python's, NumPy's or torch's global generators, and the first ones are
+    the same when fetched again (a random augmentation must stay random). Examples that change with something else, such
+    as an epoch counter in the dataset, need ``preload_mb=0``.
 
     Args:
         stream: The task stream.
@@ -203,12 +209,13 @@ def preload(dataset: Dataset[Any], budget_bytes: int) -> Preloaded | None:
     try:
         for index in range(size):
             example = dataset[index]
-            if not isinstance(example, tuple | list) or not all(_is_plain(f) for f in example):
+            if type(example) not in (tuple, list) or not all(_is_plain(f) for f in example):
                 return None
             if index == 0 and size * sum(_field_bytes(f) for f in example) > budget_bytes:
                 return None
             examples.append(tuple(example))
-        if not _same_states(before, _generator_states()):
+        again = [dataset[index] for index in range(min(size, _LOOKS))]  # generators of the dataset's own
+        if not _same_states(before, _generator_states()) or not _same_examples(examples, again):
             return None
         columns = default_collate(examples)
     except RuntimeError:  # examples of different shapes do not stack
@@ -221,7 +228,7 @@ def preload(dataset: Dataset[Any], budget_bytes: int) -> Preloaded | None:
 def _tensor_columns(dataset: Dataset[Any]) -> list[Tensor] | None:
     """Columns of a ``TensorDataset`` seen through any number of ``Subset``s."""
     indices: Tensor | None = None
-    while isinstance(dataset, Subset):
+    while type(dataset) is Subset:  # a subclass may transform what it hands out
         outer = torch.as_tensor(
             list(dataset.indices) if not isinstance(dataset.indices, np.ndarray) else dataset.indices
         )
@@ -230,6 +237,11 @@ def _tensor_columns(dataset: Dataset[Any]) -> list[Tensor] | None:
     if type(dataset) is not TensorDataset:
         return None
     return [t if indices is None else t[indices] for t in dataset.tensors]
+
+
+def _same_examples(first: Sequence[Any], again: Sequence[Any]) -> bool:
+    pairs = [pair for a, b in zip(first, again, strict=False) for pair in zip(a, b, strict=True)]
+    return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in pairs)
 
 
 def _is_plain(field: Any) -> bool:

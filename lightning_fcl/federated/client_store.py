@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fcl.serialize import load_tree, save_tree, tree_bytes
+from lightning_fcl.serialize import clone_tree, load_tree, save_tree, tree_bytes
 
 
 class ClientStore:
@@ -52,7 +52,7 @@ class ClientStore:
         _, before = self._handed_out.pop(client, (None, None))
         if _fingerprint(state) == before:
             return
-        self._changed[client] = state
+        self._changed[client] = clone_tree(state)  # callbacks may hand out tensors that they go on writing into
         if sum(map(tree_bytes, self._changed.values())) > self.budget_bytes:
             self._write_changed()
 

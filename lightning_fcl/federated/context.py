@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.federated.engines.base import Engine
-from lightning_fcl.federated.hooks import HookTable
+from lightning_fcl.federated.hooks import HookTable, overridden
 from lightning_fcl.federated.metric_log import MetricLog
 
 if TYPE_CHECKING:
@@ -93,7 +93,17 @@ class JobStrategy:
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, **kwargs: Any) -> Any:
         """Step, with ``on_before_optimizer_step`` and clipping between gradient and update."""
-        result = self._engine.optimizer_step(optimizer, closure, lambda: self.before_step(optimizer))
+        factor, groups = self._context.lr_factor, optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        if factor != 1.0:  # only for the step itself, so that no scheduler can undo or compound it
+            for group in groups:
+                group["lr"] = group["lr"] * factor
+        try:
+            result = self._engine.optimizer_step(optimizer, closure, lambda: self.before_step(optimizer))
+        finally:
+            if factor != 1.0:
+                for group, rate in zip(groups, rates, strict=True):
+                    group["lr"] = rate
         self._context._progress.step += 1
         return result
 
@@ -101,7 +111,9 @@ class JobStrategy:
         """Gradients are whole and unscaled: let methods change them, then clip."""
         context, module = self._context, self._engine.module
         self._hooks.call("on_before_optimizer_step", context, module, optimizer)
-        if module.automatic_optimization and context.gradient_clip_val and not self._engine.clips_gradients:
+        if not module.automatic_optimization or self._engine.clips_gradients:
+            return
+        if context.gradient_clip_val or overridden(module, "configure_gradient_clipping"):
             module.configure_gradient_clipping(
                 optimizer,
                 gradient_clip_val=context.gradient_clip_val,
@@ -116,6 +128,10 @@ class JobStrategy:
             self._engine.clip_gradients(
                 optimizer, clip_val, getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
             )
+
+    def convert_input(self, batch: Any) -> Any:
+        """What ``trainer.precision_plugin.convert_input`` does to a batch."""
+        return self._engine.convert_batch(batch)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """A client's job does not talk to other clients: the tensor itself, unless ranks share the client."""
@@ -163,6 +179,7 @@ class ClientContext:
         loggers: list[Any] | None = None,
         stream: "TaskStream | None" = None,
         task_anchor: dict[str, Tensor] | None = None,
+        lr_factor: float = 1.0,
         default_root_dir: str = ".",
     ) -> None:
         self._engine = engine
@@ -177,6 +194,7 @@ class ClientContext:
         self.loggers = loggers or []
         self.stream = stream
         self.task_anchor = task_anchor
+        self.lr_factor = lr_factor
         self.default_root_dir = default_root_dir
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[Any] = []

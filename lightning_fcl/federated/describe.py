@@ -1,12 +1,14 @@
 """A plain description of every object of a run, for ``config.yaml`` and for comparing runs on resume."""
 
 import functools
+import hashlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +23,8 @@ def describe(value: Any, depth: int = 4) -> Any:
     Returns:
         Plain data; the same for two objects made alike.
     """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+    if value is None or isinstance(value, bool | int | float | str | np.generic):
+        return _plain(value)
     if isinstance(value, Path | torch.dtype | torch.device | torch.Size):
         return str(value)
     if isinstance(value, re.Pattern):
@@ -38,6 +40,30 @@ def describe(value: Any, depth: int = 4) -> Any:
     if inspect.isroutine(value) or inspect.isclass(value):
         return _path(value)
     return _describe_object(value, depth)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's scalars and enums are subclasses of plain types that YAML cannot write."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """A short fingerprint of named tensors: equal for equal values, and cheap for large frozen nets.
+
+    Args:
+        tensors: Tensors by name, on any device.
+
+    Returns:
+        A hexadecimal SHA-256 of names, shapes, sums and sums of squares.
+    """
+    state = hashlib.sha256()
+    for name in sorted(tensors):
+        values = tensors[name].detach().flatten()
+        sums = [] if not values.numel() else [values.sum(dtype=torch.float64), values.double().square().sum()]
+        state.update(repr((name, tuple(tensors[name].shape), [float(x) for x in sums])).encode())
+    return state.hexdigest()
 
 
 def _describe_object(value: Any, depth: int) -> Any:

@@ -1,12 +1,11 @@
 """Evaluation of the module as it stands: the user's ``validation_step`` and hooks over one loader."""
 
-import inspect
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from lightning_fcl.exceptions import MisconfigurationError
-from lightning_fcl.federated.client import BatchTransfer
+from lightning_fcl.federated.client import BatchTransfer, takes_index
 from lightning_fcl.federated.context import ClientContext
 from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.hooks import HookTable
@@ -30,7 +29,7 @@ def evaluate(
     """
     module = engine.module
     transfer = BatchTransfer(engine)
-    takes_index = len(inspect.signature(module.validation_step).parameters) > 1
+    indexed = takes_index(module.validation_step)
     with context.attached(), engine.evaluating():
         hooks.call("on_validation_start", context, module)
         hooks.call("on_validation_epoch_start", context, module)
@@ -40,7 +39,7 @@ def evaluate(
             batch = transfer(batch)
             context._log.batch = batch
             hooks.call("on_validation_batch_start", context, module, batch, index, 0)
-            outputs = engine.validation_step(*((batch, index) if takes_index else (batch,)))
+            outputs = engine.validation_step(*((batch, index) if indexed else (batch,)))
             hooks.call("on_validation_batch_end", context, module, outputs, batch, index, 0)
         hooks.call("on_validation_epoch_end", context, module)
         hooks.call("on_validation_end", context, module)
@@ -54,7 +53,8 @@ def predict(engine: Engine, context: ClientContext, loader: DataLoader[Any]) -> 
     outputs = []
     with context.attached(), engine.evaluating(), engine.precision.forward_context():
         for index, batch in enumerate(loader):
-            outputs.append(module.predict_step(transfer(batch), index))
+            batch = transfer(batch)
+            outputs.append(module.predict_step(*((batch, index) if takes_index(module.predict_step) else (batch,))))
     return outputs
 
 

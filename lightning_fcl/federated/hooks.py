@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 
+from lightning_fcl.aggregators.base import Reducer, ServerStep
 from lightning_fcl.callbacks.base import ContinualCallback, ServerCallback
 from lightning_fcl.exceptions import MisconfigurationError
 
@@ -15,6 +16,14 @@ _MODULE_HOOKS = frozenset(n for n in dir(L.LightningModule) if n.startswith("on_
 _REFUSED = {
     "ModelCheckpoint": "FederatedTrainer commits a checkpoint after each round: use `checkpoint_every=`",
     "EarlyStopping": "use the server callback `lightning_fcl.callbacks.RoundEarlyStopping` in `server_callbacks=`",
+    "LearningRateMonitor": "log `self.trainer.optimizers[0].param_groups[0]['lr']` in your module",
+    "GradientAccumulationScheduler": "use `accumulate_grad_batches=`",
+    "StochasticWeightAveraging": "average on the server: write a `ServerStep`",
+    "ProgressBar": "FederatedTrainer shows its own progress: `enable_progress_bar=`",
+    "ModelSummary": "call `lightning.pytorch.utilities.model_summary.summarize(module)` once, before `fit`",
+    "DeviceStatsMonitor": "read `timing.csv` and `report.json` of the run folder",
+    "ThroughputMonitor": "read `timing.csv` of the run folder",
+    "Timer": "use `client_timeout=`",
 }
 
 
@@ -37,6 +46,7 @@ def check_callbacks(client: Sequence[Any], server: Sequence[Any]) -> None:
                 )
         if not isinstance(callback, L.Callback):
             where = " It belongs in `server_callbacks=`." if isinstance(callback, ServerCallback) else ""
+            where = " It belongs in `aggregator=`." if isinstance(callback, Reducer | ServerStep) else where
             raise MisconfigurationError(
                 f"`callbacks` must hold `lightning.Callback` objects, got {_name(callback)}.{where}"
             )
@@ -112,6 +122,11 @@ class HookTable:
             method(trainer, pl_module, *args)
         method = self._module.get(name)  # type: ignore[assignment]
         return None if method is None else method(*args)
+
+
+def overridden(module: L.LightningModule, name: str) -> bool:
+    """Whether the user's module has its own method ``name``."""
+    return getattr(type(module), name, None) is not getattr(L.LightningModule, name) or name in vars(module)
 
 
 def _overrides(instance: Any, name: str, base: type) -> bool:

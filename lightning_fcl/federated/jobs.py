@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import lightning as L
@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fcl.callbacks.base import ContinualCallback
+from lightning_fcl.exceptions import FCLError
 from lightning_fcl.federated.client import LocalBudget, LocalTraining, ModuleFacts
 from lightning_fcl.federated.client_data import ClientData
 from lightning_fcl.federated.client_store import ClientStore
@@ -117,7 +118,8 @@ class ClientJobs:
         self._row = engine.layout.new_vector(engine.fabric.device)
         self._row_views = engine.layout.views(self._row)
         self._fresh = {c.state_key: clone_tree(c.state_dict()) for c in callbacks}
-        self.fresh_local = engine.get_tensors(engine.layout.local)
+        # What does not travel starts from here for a new client: personal tensors and non-persistent buffers.
+        self.fresh_local = engine.get_tensors([*engine.layout.local, *engine.layout.transient])
         self._uploads = [c for c in callbacks if isinstance(c, ContinualCallback)]
 
     def run(
@@ -140,6 +142,7 @@ class ClientJobs:
                 updates = job(state, info)
             except Exception as error:
                 self.store.discard(info.client)
+                self.engine.reset_metrics()
                 self.engine.module.zero_grad(set_to_none=True)
                 outcome.failures.append(_failure(info, error))
                 if self.settings.on_client_error == "raise":
@@ -171,14 +174,15 @@ class ClientJobs:
             info,
             train_dataloader=loader,
             num_training_batches=batches,
+            lr_factor=self.lr_factor(info),
             max_epochs=budget.epochs if budget.steps is None else -1,
             max_steps=-1 if budget.steps is None else budget.steps,
         )
+        trainable = {id(p) for p in engine.module.parameters() if p.requires_grad}
         seed_generators(info.seed)
-        training = LocalTraining(
-            engine, self.hooks, context, loader, self._facts, lr_factor=self.lr_factor(info), timeout=budget.timeout
-        )
+        training = LocalTraining(engine, self.hooks, context, loader, self._facts, timeout=budget.timeout)
         training.run(own.get("optimizers"))
+        self._check_trainable(trainable)
         engine.read(self._row)
         if not all_finite(self._row):
             raise FloatingPointError("the weights after local training hold NaN or infinite values")
@@ -207,7 +211,9 @@ class ClientJobs:
         """
         self._switch_to(state, info.client)
         loader = self.data.loader(info.task, info.client, whole=True)  # so that ranks that share it agree
-        context = self._context(state, info, train_dataloader=loader, num_training_batches=len(loader))
+        limit = self.settings.budget.limit_batches
+        batches = len(loader) if limit is None else min(len(loader), limit)
+        context = self._context(state, info, train_dataloader=loader, num_training_batches=batches)
         seed_generators(info.seed)
         with context.attached():
             self.hooks.call("on_task_end", context, self.engine.module)
@@ -215,6 +221,16 @@ class ClientJobs:
         return []
 
     lr_factor: Callable[[JobInfo], float] = staticmethod(lambda info: 1.0)
+
+    def _check_trainable(self, before: set[int]) -> None:
+        """A layer that was unfrozen or replaced in a job would neither be sent nor reset."""
+        now = {id(p): n for n, p in self.engine.module.named_parameters() if p.requires_grad}
+        if now.keys() != before:
+            strange = ", ".join(n for i, n in now.items() if i not in before) or "fewer than before"
+            raise FCLError(
+                f"the trainable parameters changed during a client's job ({strange}). What is trained must stay the "
+                "same for the whole run: freeze, unfreeze and replace layers before `fit`."
+            )
 
     def reset_callbacks(self) -> None:
         """Give the callbacks back as they came: no client's state stays in them for the next run."""
@@ -240,7 +256,7 @@ class ClientJobs:
         own: dict[str, Any] = self.store.get(client) or {}
         self.engine.load(state.params)
         self.engine.set_tensors(state.counters)
-        self.engine.set_tensors(own.get("local", self.fresh_local))
+        self.engine.set_tensors({**self.fresh_local, **own.get("local", {})})
         states = own.get("callbacks", {})
         for callback in self.callbacks:
             key = callback.state_key
@@ -266,14 +282,16 @@ class ClientJobs:
         updates = [update]
         for callback in self._uploads:
             if extra := callback.upload(context):
-                update.extra[callback.state_key] = extra
+                _check_upload(callback, extra)
+                update.extra[callback.state_key] = clone_tree(extra)  # the next client may write into the same tensors
         for callback in self._uploads:
             sent: list[ClientUpdate] = []
             for one in updates:
                 result = callback.on_upload(context, self.engine.module, one)
                 sent += [] if result is None else result if isinstance(result, list) else [result]
             updates = sent
-        return updates
+        # A copy with other tensors must not travel as the vector it was made from.
+        return [one if one.tensors is update.tensors else replace(one, flat=None) for one in updates]
 
 
 def seed_generators(seed: int) -> None:
@@ -302,6 +320,15 @@ def warn_failures(outcomes: Iterable[Outcome], global_round: int) -> None:
                 f"round {global_round}: client {failure.client} dropped ({failure.reason}): {failure.detail}",
                 category=UserWarning,
             )
+
+
+def _check_upload(callback: ContinualCallback, extra: dict[str, Any]) -> None:
+    for name, value in extra.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"`{type(callback).__name__}.upload` must return float tensors, got {found} for {name!r}.")
+        if not torch.isfinite(value).all():
+            raise FloatingPointError(f"`{type(callback).__name__}.upload` returned NaN or infinite values for {name!r}")
 
 
 def _failure(info: JobInfo, error: Exception) -> Failure:

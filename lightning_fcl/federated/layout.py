@@ -40,6 +40,7 @@ class Layout:
         dtype: Type of the vector: the one type that holds every slot without loss.
         counters: Names of integer buffers that travel; they are copied, never averaged.
         local: Names of trainable parameters and buffers that stay with each client.
+        transient: Names of buffers that are in no ``state_dict``; every job starts from their first values.
     """
 
     slots: tuple[Slot, ...]
@@ -48,6 +49,7 @@ class Layout:
     dtype: torch.dtype
     counters: tuple[str, ...]
     local: tuple[str, ...]
+    transient: tuple[str, ...] = ()
 
     @property
     def uniform(self) -> bool:
@@ -115,6 +117,7 @@ def build_layout(module: nn.Module, payload: Payload = "*", *, share_buffers: bo
         dtype=dtype,
         counters=tuple(n for n, t in buffers if n in travels and not t.is_floating_point()),
         local=tuple(n for n, _ in [*params, *buffers] if n not in travels),
+        transient=tuple(sorted({n for n, _ in module.named_buffers()} - {n for n, _ in buffers})),
     )
 
 

@@ -72,6 +72,7 @@ class MetricLog:
         if not isinstance(name, str):
             raise TypeError(f"`self.log` must be given a name of type str, got {type(name).__name__}.")
         if isinstance(value, Metric):
+            value.distributed_available_fn = _never  # one that is no submodule would look for other ranks
             self._metrics[name] = value
             return
         if isinstance(value, Tensor):
@@ -142,3 +143,7 @@ def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:
             f"`self.log({name!r}, reduce_fx=...)` must be one of {sorted(_REDUCTIONS)}, got {reduce_fx!r}."
         )
     return _REDUCTIONS[key]
+
+
+def _never() -> bool:
+    return False

@@ -23,7 +23,7 @@ def commit(run: "Run", *, final: bool) -> None:
     state, trainer = run.state, run.trainer
     for part in run.ranks.gather_json({str(c): v for c, v in run.store.flush().items()}):
         run.store.versions.update({int(client): version for client, version in part.items()})
-    every = trainer.checkpoint_every
+    every = 0 if trainer.fast_dev_run else trainer.checkpoint_every
     if not every or (state.global_round % every and not final):
         return
     if trainer.is_global_zero:

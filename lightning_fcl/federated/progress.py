@@ -32,15 +32,14 @@ class ProgressBar(ServerCallback):
         refresh_seconds: Least time between two drawings, in seconds.
     """
 
+    needs_weights = False
+
     def __init__(self, *, refresh_seconds: float = 0.1) -> None:
         self.refresh_seconds = refresh_seconds
         self._display: _Display | None = None
         self._started: float | None = None
         self._rounds = 0
         self._latest: dict[str, float] = {}
-
-    # `on_fit_start`, `on_after_aggregate` and `on_task_end` stay alone: listening there costs the run a load of the
-    # global weights, or another evaluation.
 
     @override
     def on_round_start(self, trainer: "FederatedTrainer", pl_module: L.LightningModule) -> None:

@@ -153,11 +153,19 @@ class RoundRunner:
                 f"the aggregator made non-finite weights in task {state.task}, round {state.round}, although every "
                 "update was finite; the model was left as it was. Lower the server's step size."
             )
+        self._round_slots(params)
         state.params = params
         state.counters = self._merge_counters(state, accepted)
         self.jobs.downloads = self._merge_uploads(accepted)
         state.metrics.update(stats.logs)
         return states
+
+    def _round_slots(self, params: Tensor) -> None:
+        """With mixed dtypes, keep each tensor as precise as its own type: clients load and commits hold just that."""
+        if not self.engine.layout.uniform:
+            views = self.engine.layout.views(params)
+            for slot in self.engine.layout.slots:
+                views[slot.name].copy_(views[slot.name].to(slot.dtype))
 
     def _lone_row(self, state: RoundState, accepted: list[Outcome]) -> Tensor | None:
         row = self.chain.reducer.lone_row()
@@ -191,6 +199,7 @@ class RoundRunner:
         for key, reduction in keys.items():
             senders = [o for o in accepted if key in extras.get(o.client, {})]
             if senders:
+                _check_alike(key, {o.client: extras[o.client][key] for o in senders})
                 weights = [o.num_examples if reduction == "mean" else 1.0 for o in senders]
                 total = sum(weights) if reduction == "mean" else 1.0
                 merged[key] = {
@@ -217,3 +226,15 @@ def client_means(outcomes: list[Outcome]) -> Metrics:
                 sums[tag] = sums.get(tag, 0.0) + outcome.num_examples * value
                 weights[tag] = weights.get(tag, 0.0) + outcome.num_examples
     return {tag: sums[tag] / weights[tag] for tag in sums}
+
+
+def _check_alike(key: str, uploads: dict[int, dict[str, Tensor]]) -> None:
+    """All clients must upload the same names and shapes."""
+    shapes = {client: {name: tuple(t.shape) for name, t in sent.items()} for client, sent in uploads.items()}
+    (first, expected), *others = shapes.items()
+    for client, found in others:
+        if found != expected:
+            raise FCLError(
+                f"`upload` of {key!r} must give the same names and shapes on every client, got {expected} from client "
+                f"{first} and {found} from client {client}."
+            )

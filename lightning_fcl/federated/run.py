@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.callbacks.base import ServerCallback
-from lightning_fcl.exceptions import EmptyRoundError
+from lightning_fcl.exceptions import EmptyRoundError, MisconfigurationError
 from lightning_fcl.federated.checkpoint import CheckpointFolder
 from lightning_fcl.federated.checks import quorum
 from lightning_fcl.federated.client import LocalBudget
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_fcl.federated.trainer import FederatedTrainer
 
 _MIB = 1 << 20
-_NEEDS_WEIGHTS = ("on_fit_start", "on_after_aggregate", "on_task_end")
+_WITHOUT_WEIGHTS = ("on_client_end", "on_before_aggregate")
 
 
 class Run:
@@ -74,6 +74,7 @@ class Run:
         self.jobs = ClientJobs(engine, trainer.callbacks, self.client_hooks, data, self.store, self._job_settings())
         self.jobs.lr_factor = self._lr_factor
         self.rounds = RoundRunner(engine, self.jobs, self.ranks, trainer.chain, self._server_event)
+        self.loads_weights = any(c.needs_weights for c in trainer.server_callbacks)
         self.has_boundary = self.client_hooks.has("on_task_end")
         self.keeps_anchor = any(getattr(c, "uses_task_anchor", False) for c in trainer.callbacks)
         self.score: str | None = None
@@ -220,7 +221,7 @@ class Run:
     def _end_task(self, task: int, scores: Tensor | None) -> None:
         """Fill the task's row of the score matrix."""
         self._server_event("on_task_end")
-        if scores is None or self.server_hooks.has("on_task_end"):  # a callback may have changed the weights
+        if scores is None:  # the task ended early, in a round without evaluation
             scores = self._evaluate_round(task)
         self.matrix[task] = scores
         self.folder.write_accuracy(self.stream.names, self.matrix)
@@ -287,14 +288,21 @@ class Run:
 
     def _scores(self, results: list[Metrics]) -> Tensor:
         self.score = self.score or pick_score(self.trainer.score, results[0])
+        for name, metrics in zip(self.stream.names, results, strict=True):
+            if self.score not in metrics:
+                raise MisconfigurationError(
+                    f"`validation_step` must log the score {self.score!r} on every evaluation set, but on {name!r} it "
+                    f"logged {sorted(metrics)}."
+                )
         return torch.tensor([metrics[self.score] for metrics in results], dtype=torch.float64)
 
     def _server_event(self, name: str) -> None:
         if not self.server_hooks.has(name):
             return
         state = self.state
-        with self.engine.unwrapped() if self.engine.sharded and name in _NEEDS_WEIGHTS else nullcontext():
-            if name in _NEEDS_WEIGHTS:
+        loads = self.loads_weights and name not in _WITHOUT_WEIGHTS
+        with self.engine.unwrapped() if loads else nullcontext():
+            if loads:
                 self.load_global()
             seed_generators(derive_seed(self.trainer.seed, name, state.task, state.round))
             self.server_hooks.call(name, self.trainer, self.module)

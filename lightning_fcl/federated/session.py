@@ -1,6 +1,7 @@
 """Around a run: launching Fabric, starting or resuming in a run folder, describing and reporting."""
 
 import contextlib
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -11,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 from lightning.fabric import Fabric
+from torch import Tensor
 
 from lightning_fcl.callbacks.base import ServerCallback
 from lightning_fcl.exceptions import CheckpointError, MisconfigurationError
 from lightning_fcl.federated.checkpoint import Checkpoint, CheckpointFolder, load_checkpoint
-from lightning_fcl.federated.describe import describe
+from lightning_fcl.federated.describe import describe, digest
 from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.hooks import HookTable
+from lightning_fcl.federated.layout import named_tensors
 from lightning_fcl.federated.persist import restore
 from lightning_fcl.federated.run import Run
 from lightning_fcl.federated.run_folder import RunFolder
-from lightning_fcl.reports.run_report import RunReport
+from lightning_fcl.reports.run_report import REPORT, RunReport
 
 if TYPE_CHECKING:
     from lightning_fcl.data.stream import TaskStream
@@ -29,7 +32,17 @@ if TYPE_CHECKING:
 
 # What may differ between a run and its resumption, since no result depends on it.
 _FREE = {
-    *("accelerator", "devices", "strategy", "parallel", "loggers", "run_dir", "method", "enable_progress_bar"),
+    *(
+        "accelerator",
+        "devices",
+        "num_nodes",
+        "strategy",
+        "parallel",
+        "loggers",
+        "run_dir",
+        "method",
+        "enable_progress_bar",
+    ),
     *("checkpoint_every", "keep_checkpoints", "preload_mb", "client_state_mb", "client_timeout"),
 }
 _NO_SETTING = {"chain", "should_stop", "stream"}
@@ -44,6 +57,7 @@ def launch(trainer: "FederatedTrainer") -> Fabric:
     fabric = Fabric(
         accelerator=trainer.accelerator,
         devices=trainer.devices,
+        num_nodes=trainer.num_nodes,
         strategy=trainer.strategy,
         precision=trainer.precision,
     )
@@ -53,7 +67,15 @@ def launch(trainer: "FederatedTrainer") -> Fabric:
             f"`precision={trainer.precision!r}` needs a GPU; on this accelerator it would silently become {found!r}. "
             "Use precision='bf16-mixed'."
         )
-    fabric.launch()
+    if "LT_CLI_USED" not in os.environ:  # `fabric run` has started the processes already
+        fabric.launch()
+    started = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else fabric.world_size
+    if started != fabric.world_size:
+        raise MisconfigurationError(
+            f"`devices` (times `num_nodes`) must be the number of processes that torchrun started, {started}, got "
+            f"{fabric.world_size}: each process would make a run of its own."
+        )
+    trainer.run_dir = Path(fabric.broadcast(str(trainer.run_dir)))  # the default holds the time: each rank has its own
     return fabric
 
 
@@ -118,16 +140,24 @@ def start_run(
 def _find_checkpoint(trainer: "FederatedTrainer", ckpt_path: str | PathLike[str] | None) -> Checkpoint | None:
     commits = CheckpointFolder(trainer.run_dir / "checkpoints", keep=trainer.keep_checkpoints)
     started = bool(commits.numbers())
+    used = started or (trainer.run_dir / REPORT).exists()
     if ckpt_path == "auto":
         ckpt_path = "last" if started else None
-    if ckpt_path is None and started:
+    if ckpt_path is None and used:
         raise CheckpointError(
             f"`run_dir` {str(trainer.run_dir)!r} already holds a run. Resume it with fit(..., ckpt_path='last'), or "
             "choose another `run_dir`."
         )
     if ckpt_path is None:
         return None
-    return commits.newest() if ckpt_path == "last" else load_checkpoint(Path(ckpt_path))
+    if ckpt_path == "last":
+        return commits.newest()
+    if Path(ckpt_path).resolve().parent != commits.path.resolve():
+        raise CheckpointError(
+            f"`ckpt_path` must be a commit of this run, in {str(commits.path)!r}, got {str(ckpt_path)!r}. To go on "
+            "from another run's weights, load its model.safetensors into the module."
+        )
+    return load_checkpoint(Path(ckpt_path))
 
 
 def settings_of(trainer: "FederatedTrainer") -> dict[str, Any]:
@@ -154,9 +184,17 @@ def _fingerprint(trainer: "FederatedTrainer", engine: Engine, stream: "TaskStrea
         "trainer": settings,
         "module": type(engine.module).__qualname__,
         "hparams": describe(dict(engine.module.hparams)),
+        "init_args": describe(engine.module, depth=1),
+        "untrained": "sharded" if engine.sharded else digest(_untrained(engine)),
         "tensors": {slot.name: f"{slot.dtype} {list(slot.shape)}" for slot in engine.layout.slots},
         "stream": describe(stream.summary()),
     }
+
+
+def _untrained(engine: Engine) -> dict[str, Tensor]:
+    """Tensors that no commit holds: frozen ones, and the first values of those that stay with the clients."""
+    travelling = {slot.name for slot in engine.layout.slots} | set(engine.layout.counters)
+    return {name: t for name, t in named_tensors(engine.module).items() if name not in travelling}
 
 
 def report_of(trainer: "FederatedTrainer", run: Run, seconds: float) -> RunReport:
@@ -179,6 +217,12 @@ def report_of(trainer: "FederatedTrainer", run: Run, seconds: float) -> RunRepor
         bytes_down=run.state.bytes_down,
         peak_memory_bytes=_peak_memory(trainer.fabric.device),
     )
+
+
+def finalize(loggers: list[Any], status: str) -> None:
+    """Let loggers write what they still hold."""
+    for logger in loggers:
+        logger.finalize(status)
 
 
 def _peak_memory(device: torch.device) -> int:

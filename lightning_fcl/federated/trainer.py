@@ -24,7 +24,7 @@ from lightning_fcl.federated.evaluate import evaluate, predict
 from lightning_fcl.federated.hooks import HookTable, check_callbacks
 from lightning_fcl.federated.layout import Payload
 from lightning_fcl.federated.run import Run
-from lightning_fcl.federated.session import launch, one_thread_per_client, report_of, start_run
+from lightning_fcl.federated.session import finalize, launch, one_thread_per_client, report_of, start_run
 from lightning_fcl.federated.state import RoundState
 from lightning_fcl.reports.run_report import RunReport
 from lightning_fcl.types import Metrics
@@ -49,6 +49,7 @@ class FederatedTrainer:
         server_callbacks: :class:`~lightning_fcl.callbacks.ServerCallback` objects that act between rounds.
         accelerator: As in ``lightning.Fabric``.
         devices: As in ``lightning.Fabric``.
+        num_nodes: As in ``lightning.Fabric``; start the script by ``torchrun`` on every machine.
         strategy: As in ``lightning.Fabric``; with ``parallel="clients"`` it only decides how processes start.
         precision: As in ``lightning.Fabric``.
         parallel: ``"clients"``: each process trains other clients. ``"model"``: all processes train the same client by
@@ -87,11 +88,6 @@ class FederatedTrainer:
 
     Raises:
         MisconfigurationError: If arguments are out of range or cannot work together.
-
-    Example:
-        >>> trainer = FederatedTrainer(rounds=2, clients_per_round=4, enable_progress_bar=False)
-        >>> trainer.method
-        'FedAvg'
     """
 
     def __init__(
@@ -106,6 +102,7 @@ class FederatedTrainer:
         server_callbacks: ServerCallback | list[ServerCallback] | None = None,
         accelerator: str = "auto",
         devices: int | str | list[int] = "auto",
+        num_nodes: int = 1,
         strategy: Any = "auto",
         precision: Any = "32-true",
         parallel: Literal["clients", "model"] = "clients",
@@ -147,6 +144,7 @@ class FederatedTrainer:
         self.server_callbacks = as_list(server_callbacks)
         self.accelerator = accelerator
         self.devices = devices
+        self.num_nodes = num_nodes
         self.strategy = strategy
         self.precision = precision
         self.parallel = parallel
@@ -176,7 +174,7 @@ class FederatedTrainer:
         self.client_state_mb = client_state_mb
         self.enable_progress_bar = enable_progress_bar
         self.fast_dev_run = fast_dev_run
-        self.run_dir = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S") if run_dir is None else Path(run_dir)
+        self.run_dir = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f") if run_dir is None else Path(run_dir)
         check_arguments(self)
         check_callbacks(self.callbacks, self.server_callbacks)
         self.method = method or method_name(self.chain, [*self.callbacks, *self.server_callbacks])
@@ -262,10 +260,12 @@ class FederatedTrainer:
                 self._run.execute()
                 report = report_of(self, self._run, time.perf_counter() - started)
                 report.save()
+                finalize(self.loggers, "success")
             except BaseException as error:
                 if not engine.sharded:  # else the ranks may no longer be in step, and loading needs all of them
                     self._run.load_global()
                 self._run.server_hooks.call("on_exception", self, module, error)
+                finalize(self.loggers, "failed")
                 raise
             finally:
                 self._run.jobs.reset_callbacks()

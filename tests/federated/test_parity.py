@@ -169,9 +169,8 @@ def test_callbacks_see_the_hooks_of_trainer_fit_in_the_same_order(options, tmp_p
     assert len(ours.calls) > 40
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"shuffle": False}, {"drop_last": True}, {"drop_last": True, "shuffle": False}]
-)
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
 def test_preloading_changes_no_bit(shuffle, drop_last, tmp_path):
     results = []
     for megabytes in (0, 64):

@@ -131,7 +131,9 @@ def test_memory_all_is_the_sum_of_all_quadratics():
 def make_context(train_dataloader, module):
     """As much of a client job's context as measuring a task needs."""
     weights = lambda: {n: p.detach() for n, p in module.named_parameters()}  # noqa: E731
-    return SimpleNamespace(train_dataloader=train_dataloader, weights=weights)
+    precision = SimpleNamespace(convert_input=lambda batch: batch)
+    facts = {"num_training_batches": len(train_dataloader), "precision_plugin": precision}
+    return SimpleNamespace(train_dataloader=train_dataloader, weights=weights, **facts)
 
 
 def accuracy(module, shift):

@@ -11,6 +11,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision.amp import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_fcl.federated.layout import Layout, Payload, build_layout, named_tensors
 from lightning_fcl.types import Metrics
@@ -59,8 +60,21 @@ class Engine(ABC):
         self.module = module
         self.precision.convert_module(module)  # in place
         module.to(self.fabric.device)
+        if self.fabric.world_size > 1:  # ranks must agree from the start, whatever each drew for its own module
+            for tensor in named_tensors(module).values():
+                torch.distributed.broadcast(tensor.data, 0)
+        for metric in self._metrics():  # a client's figures are its own, and every evaluation is whole
+            metric.distributed_available_fn = _never
         self.layout = build_layout(self.module, payload, share_buffers=share_buffers)
         self._wrap()
+
+    def _metrics(self) -> list[Metric]:
+        return [child for child in self.module.modules() if isinstance(child, Metric)]
+
+    def reset_metrics(self) -> None:
+        """Forget what a failed job counted in the module's Metric objects."""
+        for metric in self._metrics():
+            metric.reset()
 
     def _wrap(self) -> None:
         """Wrap or re-house the module after the layout is known."""
@@ -191,3 +205,8 @@ class Engine(ABC):
         finally:
             for child, training in modes:
                 child.training = training
+
+
+def _never() -> bool:
+    """Stands in for torchmetrics' look for other ranks."""
+    return False

@@ -38,8 +38,8 @@ class ReplicaEngine(Engine):
             table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
             self._places.append((table, name, slot, views[slot.name].data_ptr()))
 
-    def _strays(self) -> list[tuple[Slot, Tensor]]:
-        return [(slot, table[name]) for table, name, slot, home in self._places if table[name].data_ptr() != home]
+    def _strays(self) -> list[tuple[dict[str, Any], str, Slot]]:
+        return [(table, name, slot) for table, name, slot, home in self._places if table[name].data_ptr() != home]
 
     @override
     def teardown(self) -> None:
@@ -53,8 +53,12 @@ class ReplicaEngine(Engine):
     def load(self, vector: Tensor) -> None:
         if self.flat is not None:
             self.flat.copy_(vector)
-            for slot, tensor in self._strays():
-                tensor.copy_(vector[slot.start : slot.stop].view(slot.shape))
+            for table, name, slot in self._strays():  # take them home
+                view = self.flat[slot.start : slot.stop].view(slot.shape)
+                if isinstance(table[name], nn.Parameter):
+                    table[name].data = view
+                else:
+                    table[name] = view
             return
         tensors = named_tensors(self.module)
         for name, view in self.layout.views(vector).items():
@@ -65,8 +69,8 @@ class ReplicaEngine(Engine):
     def read(self, out: Tensor) -> None:
         if self.flat is not None:
             out.copy_(self.flat)
-            for slot, tensor in self._strays():
-                out[slot.start : slot.stop].view(slot.shape).copy_(tensor)
+            for table, name, slot in self._strays():
+                out[slot.start : slot.stop].view(slot.shape).copy_(table[name])
         else:
             self.layout.pack(named_tensors(self.module), out)
 

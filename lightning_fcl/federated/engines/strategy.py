@@ -52,8 +52,6 @@ class StrategyEngine(Engine):
                 f"`strategy` must suit {type(self).__name__}, got {type(strategy).__name__}. parallel='model' knows "
                 "DDP, FSDP 2 (`strategy=fsdp2()`, not FSDP 1) and DeepSpeed."
             )
-        for tensor in named_tensors(self.module).values():
-            dist.broadcast(tensor.data, 0)  # frozen weights are never loaded, so they must agree from the start
         self.root = self._wrap_by(strategy)
         self.sharded = not isinstance(self.root, DistributedDataParallel)
 
