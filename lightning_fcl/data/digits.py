@@ -35,8 +35,8 @@ def digit_domains(
     """Real digits (UCI optdigits, 1,797 images of 8x8 pixels, inside scikit-learn) seen in four ways.
 
     The labels mean the same in every domain and the pixels do not, so a model that moves on forgets: ``"inverted"``
-    swaps ink and paper, ``"turned"`` turns the page by a quarter, ``"textured"`` writes over a smooth random background
-    with ink of the opposite brightness.
+    swaps ink and paper, ``"turned"`` turns the page by a quarter, ``"textured"`` writes on a smooth random background, half
+    the images with bright ink on dark paper and half the other way round.
 
     Args:
         names: The domains, in the order of the tasks.
@@ -173,7 +173,7 @@ def _turned(ink: Tensor, rng: np.random.Generator) -> Tensor:
 def _textured(ink: Tensor, rng: np.random.Generator) -> Tensor:
     coarse = torch.from_numpy(rng.random((len(ink), 1, 4, 4), dtype=np.float32))
     paper = F.interpolate(coarse, size=ink.shape[2:], mode="bicubic", align_corners=False).clamp(0, 1)
-    return (paper - ink).abs()
+    return ink + 0.7 * paper * (1 - ink)
 
 
 _VIEWS: dict[str, Callable[[Tensor, np.random.Generator], Tensor]] = {

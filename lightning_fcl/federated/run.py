@@ -111,7 +111,6 @@ class Run:
         trainer = self.trainer
         self._server_event("on_fit_start")
         if self.next == (0, 0) and trainer.measure_baseline and not trainer.fast_dev_run:
-            self.load_global()
             self.baseline = self._scores(self._evaluate_all())
         task, unit = self.next
         while task < self.num_tasks:
@@ -210,7 +209,6 @@ class Run:
         """Scores of the global weights on every column; all that was logged goes into the round's metrics."""
         state = self.state
         with self.timed("evaluate"):
-            self.load_global()
             results = self._evaluate_all()
         scores = self._scores(results)
         for name, metrics in zip(self.stream.names, results, strict=True):
@@ -264,7 +262,8 @@ class Run:
         self.engine.set_tensors({**self.state.counters, **self.jobs.fresh_local})
 
     def _evaluate_all(self) -> list[Metrics]:
-        """Metrics of the loaded weights on every column; ranks that share clients also share columns."""
+        """Metrics of the global weights on every column; ranks that share clients also share columns."""
+        self.load_global()
         columns = range(len(self.stream.names))
         mine = {c: self._evaluate(c) for c in columns if c % self.ranks.world == self.ranks.rank}
         gathered: dict[str, Metrics] = {}

@@ -67,12 +67,26 @@ def kill_at(run_dir: str, spec: str) -> None:
 
         Path.rename = rename
         fit(run_dir)
+    elif "signal" in what:
+        fit(run_dir, faults=[Signals("drop", task=99, kind_of_signal=what["signal"])])
     else:
         fit(run_dir, faults=[FaultInjector("kill", **what)])
 
 
-def run_and_kill(run_dir, spec):
-    code = (
+class Signals(FaultInjector):
+    """Sends this process a signal in the second batch of a round."""
+
+    def __init__(self, kind, *, task, kind_of_signal):
+        super().__init__(kind, task=task)
+        self.signal = kind_of_signal
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (trainer.task, trainer.round, batch_idx) == (1, 1, 1):
+            os.kill(os.getpid(), getattr(signal, self.signal))
+
+
+def run_and_kill(run_dir, spec, code=-signal.SIGKILL):
+    script = (
         "import sys, torch; torch.set_num_threads(1)\n"
         "from importlib.util import module_from_spec, spec_from_file_location\n"
         f"spec = spec_from_file_location('killed', {str(Path(__file__))!r})\n"
@@ -80,9 +94,9 @@ def run_and_kill(run_dir, spec):
         "module.kill_at(sys.argv[1], sys.argv[2])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    arguments = [sys.executable, "-c", code, str(run_dir), json.dumps(spec)]
+    arguments = [sys.executable, "-c", script, str(run_dir), json.dumps(spec)]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert done.returncode == code, done.stderr[-2000:]
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +130,13 @@ KILLS = {
 @pytest.mark.parametrize("kill", KILLS)
 def test_killed_run_resumes_to_the_same_bits(kill, unbroken, tmp_path):
     run_and_kill(tmp_path, KILLS[kill])
+    check(tmp_path, unbroken)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])  # 143 and 130 in a shell
+def test_signals_end_the_run_at_once_and_lose_one_round(name, unbroken, tmp_path):
+    run_and_kill(tmp_path, {"signal": name}, code=-getattr(signal, name))
+    assert checkpoint_module.CheckpointFolder(tmp_path / "checkpoints").numbers()[-1] == 5
     check(tmp_path, unbroken)
 
 
