@@ -25,7 +25,7 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
 def digit_domains(
-    names: Sequence[str] = ("clean", "inverted", "textured", "turned"),
+    names: Sequence[str] = ("clean", "inverted", "turned", "textured"),
     *,
     size: int = 16,
     channels: int = 1,
@@ -35,7 +35,8 @@ def digit_domains(
     """Real digits (UCI optdigits, 1,797 images of 8x8 pixels, inside scikit-learn) seen in four ways.
 
     The labels mean the same in every domain and the pixels do not, so a model that moves on forgets: ``"inverted"``
-    swaps ink and paper, ``"textured"`` writes on a smooth random background, ``"turned"`` turns the page by a quarter.
+    swaps ink and paper, ``"turned"`` turns the page by a quarter, ``"textured"`` writes over a smooth random background
+    with ink of the opposite brightness.
 
     Args:
         names: The domains, in the order of the tasks.
@@ -165,19 +166,19 @@ def _inverted(ink: Tensor, rng: np.random.Generator) -> Tensor:
     return 1 - ink
 
 
+def _turned(ink: Tensor, rng: np.random.Generator) -> Tensor:
+    return ink.rot90(1, dims=(2, 3))
+
+
 def _textured(ink: Tensor, rng: np.random.Generator) -> Tensor:
     coarse = torch.from_numpy(rng.random((len(ink), 1, 4, 4), dtype=np.float32))
     paper = F.interpolate(coarse, size=ink.shape[2:], mode="bicubic", align_corners=False).clamp(0, 1)
-    return ink + 0.7 * paper * (1 - ink)
-
-
-def _turned(ink: Tensor, rng: np.random.Generator) -> Tensor:
-    return ink.rot90(1, dims=(2, 3))
+    return (paper - ink).abs()
 
 
 _VIEWS: dict[str, Callable[[Tensor, np.random.Generator], Tensor]] = {
     "clean": _clean,
     "inverted": _inverted,
-    "textured": _textured,
     "turned": _turned,
+    "textured": _textured,
 }
