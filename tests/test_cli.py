@@ -16,6 +16,7 @@ CONFIG = """
 trainer:
   rounds: 2
   clients_per_round: 2
+  eval_every: 1
   accelerator: cpu
   devices: 1
   run_dir: run

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lightning_fcl.reports.run_report import RunReport
 
-MOST_ANNOTATED: Final = 15  # columns; beyond that numbers in cells are too small to read
+MOST_ANNOTATED: Final = 15  # columns or tasks; beyond that numbers and labels run into each other
 LONGEST_LABEL: Final = 24  # characters
 
 
@@ -46,7 +46,7 @@ def heat_map(report: "RunReport") -> "Figure":
         MissingExtraError: If matplotlib is not installed.
     """
     stages, columns = report.accuracy.shape
-    figure, axes = _figure(2.5 + 0.6 * columns, 1.8 + 0.5 * stages)
+    figure, axes = _figure(2.5 + 0.6 * min(columns, 16), 1.8 + 0.5 * min(stages, 16))
     scores = (report.accuracy * report.scale).numpy()
     image: Any = axes.imshow(
         scores, cmap="GnBu", vmin=0 if report.scale > 1 else None, vmax=100 if report.scale > 1 else None
@@ -84,7 +84,9 @@ def curves(report: "RunReport", rows: Sequence[Mapping[str, str]]) -> "Figure":
         axes.plot(x, y, color=colour, label=_label(name), marker="o" if len(x) < 30 else "", ms=4)
     for task, start in starts.items():
         axes.axvline(start - 0.5, color="0.6", lw=0.8, ls=":")
-        axes.annotate(f"task {task}", (start - 0.4, 1.01), xycoords=axes.get_xaxis_transform(), size=8, color="0.4")
+        axes.annotate(
+            _mark(task, len(starts)), (start - 0.4, 1.01), xycoords=axes.get_xaxis_transform(), size=8, color="0.4"
+        )
     axes.set(xlabel="global round" if starts else "stage", ylabel=_unit(report))
     axes.set_title(_title(report), pad=18)
     axes.grid(alpha=0.25)
@@ -141,6 +143,13 @@ def _label(text: str) -> str:
     """Text that matplotlib shows as it is: no mathtext, no hidden legend entry, not too long."""
     short = text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 1]}…"
     return " " + short.replace("$", r"\$")
+
+
+def _mark(task: str, tasks: int) -> str:
+    """What stands above the start of a task: the fewer words, the more tasks there are."""
+    if tasks > 2 * MOST_ANNOTATED:
+        return ""
+    return task if tasks > MOST_ANNOTATED // 2 else f"task {task}"
 
 
 def _title(report: "RunReport") -> str:

@@ -43,7 +43,7 @@ p{margin:.25rem 0;color:var(--soft)}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.92rem}
 th,td{padding:.35rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th:first-child{text-align:left}thead th{color:var(--soft);font-weight:600}
-table.text td,table.text th{white-space:normal;text-align:left;overflow-wrap:anywhere}
+table.text td,table.text th{text-align:left}table.text td{white-space:normal;min-width:6rem}
 img{max-width:100%;background:#fff;border-radius:.5rem;border:1px solid var(--line)}
 pre{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.8rem;overflow-x:auto;
 font-size:.82rem;line-height:1.45}

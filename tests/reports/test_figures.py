@@ -60,6 +60,16 @@ def test_the_curves_show_every_task_over_the_global_rounds(tmp_path):
     assert [line.get_xdata()[0] for line in starts] == [-0.5, 2.5]  # where the tasks start
 
 
+@pytest.mark.parametrize("tasks", [4, 8, 16, 31])
+def test_marks_of_tasks_do_not_run_into_each_other(tmp_path, tasks):
+    rows = [{"global_round": str(at), "task": str(at // 3), "task/task_0/val_acc": "0.5"} for at in range(3 * tasks)]
+    figure = figures.curves(make_report(tmp_path, torch.rand(tasks, tasks), score="val_acc"), rows)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text()]
+    assert len(boxes) == (tasks if tasks < 31 else 0)
+    assert all(left.x1 <= right.x0 for left, right in pairwise(boxes))
+
+
 def test_without_scores_per_round_the_curves_follow_the_stages(tmp_path):
     axes = figures.curves(make_report(tmp_path), []).axes[0]
     np.testing.assert_allclose([line.get_ydata() for line in axes.lines], [(80, 60), (5, 85)])
