@@ -65,8 +65,8 @@ class RoundEarlyStopping(ServerCallback):
     def on_task_end(self, trainer: "FederatedTrainer", pl_module: L.LightningModule) -> None:
         if not self._seen:
             raise MisconfigurationError(
-                f"`monitor` must be a tag that a round logs, but {self.monitor!r} never came; the last round logged "
-                f"{sorted(trainer.state.metrics)}. Evaluations come every `eval_every=` rounds."
+                f"`monitor` must be a tag that training rounds log, but {self.monitor!r} came in none of them; logged at "
+                f"last: {sorted(trainer.state.metrics)}. Set `eval_every=1` to evaluate in every round."
             )
 
     @override
