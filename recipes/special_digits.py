@@ -31,8 +31,8 @@ METHODS: dict[str, tuple[str, float, Callable[[float, Any], dict[str, Any]]]] = 
     "fedavg-1/i": ("FedAvg, step 1/i", 0, lambda s, bn: {"aggregator": FedAvg("uniform", lr="inverse_task")}),
     "fedprox": ("FedProx{}", 0.1, lambda s, bn: {"aggregator": FedAvg("uniform"), "callbacks": FedProx(s)}),
     "special-c": ("SPECIAL-C{}", 0.2, lambda s, bn: {"aggregator": FedAvg("uniform"), "callbacks": ClientProximal(s)}),
-    "special": ("SPECIAL{}", 0.1, lambda s, bn: {"aggregator": ServerProximal(s, bn_stats=bn)}),
-    "special-lr1": ("SPECIAL{}, step 1", 0.1, lambda s, bn: {"aggregator": ServerProximal(s, lr=1.0, bn_stats=bn)}),
+    "special": ("SPECIAL{}", 0.05, lambda s, bn: {"aggregator": ServerProximal(s, bn_stats=bn)}),
+    "special-lr1": ("SPECIAL{}, step 1", 0.05, lambda s, bn: {"aggregator": ServerProximal(s, lr=1.0, bn_stats=bn)}),
 }
 
 

@@ -65,8 +65,8 @@ class RoundEarlyStopping(ServerCallback):
     def on_task_end(self, trainer: "FederatedTrainer", pl_module: L.LightningModule) -> None:
         if not self._seen:
             raise MisconfigurationError(
-                f"`monitor` must be a tag that training rounds log, but {self.monitor!r} came in none of them; logged at "
-                f"last: {sorted(trainer.state.metrics)}. Set `eval_every=1` to evaluate in every round."
+                f"`monitor` must be a tag that training rounds log, but {self.monitor!r} came in none; logged at last: "
+                f"{sorted(trainer.state.metrics)}. Set `eval_every=1` to evaluate in every round."
             )
 
     @override
