@@ -1,6 +1,7 @@
 """Every recipe: it explains itself, it learns, and it says in one line what is wrong with its options."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -154,6 +155,27 @@ def test_data_are_found_by_the_environment(digits, monkeypatch, tmp_path):
 def test_papers_figures_are_those_of_the_paper():
     assert SPECIAL_DIGIT10.rows["FedAvg"] == {"acc": 0.5869, "bwt": -0.4044, "worst_drop": -0.5473}
     assert SPECIAL_DIGIT10.rows["SPECIAL"]["acc"] - SPECIAL_DIGIT10.rows["FedAvg"]["acc"] == pytest.approx(0.0343)
+
+
+# -- special_study ----------------------------------------------------------------------------------------------------
+
+
+def test_study_writes_results_for_the_docs(load, tmp_path):
+    study = load("special_study")
+    assert study.main(out=tmp_path, smoke=True, method="batchnorm") == {"batchnorm": 3}
+    results = json.loads((tmp_path / "special_digits_batchnorm.json").read_text())
+    treatments = ["FedAvg, statistics blended", "SPECIAL 0.1, statistics blended", "SPECIAL 0.1, statistics left alone"]
+    assert [run["method"] for run in results["runs"]] == treatments
+    assert results["columns"] == ["acc", "bwt", "learned", "clean", "inverted"]
+    for figures in (run["summary"] for run in results["runs"]):
+        assert figures["learned"] == pytest.approx(figures["acc"] - figures["bwt"] / 2)  # two tasks
+        assert figures["acc"] == pytest.approx((figures["clean"] + figures["inverted"]) / 2)
+    assert study.main(out=tmp_path, method="batchnorm", collect=True) == {"batchnorm": 3}
+
+
+def test_study_is_about_real_digits(load):
+    with pytest.raises(DatasetError, match="`data_dir` must name the folder of real digits"):
+        load("special_study").main()
 
 
 # -- add_to_lightning -------------------------------------------------------------------------------------------------
