@@ -14,11 +14,13 @@ import json
 import runpy
 import subprocess
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lightning_fcl._recipes import chosen_methods, command_line, real_data
 from lightning_fcl.exceptions import DatasetError
 from lightning_fcl.reports import SPECIAL_DIGIT10, RunReport, installed_versions
+from lightning_fcl.reports.files import read_table
 
 Options = dict[str, Any]
 PROTOCOL: Options = {"alpha": 0.1, "epochs": 5, "limit": 1600, "batch_size": 32}
@@ -93,11 +95,21 @@ def finished(folder: Path) -> list[Path]:
 
 
 def entry(run: RunReport, note: str) -> dict[str, Any]:
-    """One run: the usual figures, the mean score of tasks when just learned, and every domain's score at the end."""
+    """One run: the usual figures, domains when just learned, how much of that came late, and domains at the end."""
     summary = {key: run.summary[key] for key in ("acc", "bwt")}
     summary["learned"] = float(run.accuracy.diagonal().mean())
+    summary["late gain"] = fmean(map(late_gain, [run] * len(run.names), range(len(run.names))))
     summary |= dict(zip(run.names, run.accuracy[-1].tolist(), strict=True))
     return {"method": run.method + note, "seed": run.seed, "wall_seconds": run.wall_seconds, "summary": summary}
+
+
+def late_gain(run: RunReport, task: int) -> float:
+    """What a domain gained over the last quarter of its own rounds; near zero if it had converged."""
+    key = f"task/{run.names[task]}/{run.score}"
+    rows = read_table(run.run_dir / "metrics.csv")[1]
+    points = [(int(row["round"]) + 1, float(row[key])) for row in rows if row["task"] == str(task) and key in row]
+    rounds, last = points[-1]
+    return last - [score for number, score in points if number <= 0.75 * rounds][-1]
 
 
 def results(part: str, runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -166,11 +166,20 @@ def test_study_writes_results_for_the_docs(load, tmp_path):
     results = json.loads((tmp_path / "special_digits_batchnorm.json").read_text())
     treatments = ["FedAvg, statistics blended", "SPECIAL 0.1, statistics blended", "SPECIAL 0.1, statistics left alone"]
     assert [run["method"] for run in results["runs"]] == treatments
-    assert results["columns"] == ["acc", "bwt", "learned", "clean", "inverted"]
+    assert results["columns"] == ["acc", "bwt", "learned", "late gain", "clean", "inverted"]
     for figures in (run["summary"] for run in results["runs"]):
         assert figures["learned"] == pytest.approx(figures["acc"] - figures["bwt"] / 2)  # two tasks
         assert figures["acc"] == pytest.approx((figures["clean"] + figures["inverted"]) / 2)
     assert study.main(out=tmp_path, method="batchnorm", collect=True) == {"batchnorm": 3}
+
+
+def test_late_gain_is_what_the_last_quarter_of_a_tasks_own_rounds_brought(load, tmp_path):
+    rows = ["0,0,0,train,0.1", "1,0,1,train,0.5", "2,0,2,train,0.6", "3,0,3,train,0.9", "4,1,0,train,0.2"]
+    (tmp_path / "metrics.csv").write_text("\n".join(["global_round,task,round,phase,task/x/acc", *rows, ""]))
+    report = RunReport(
+        run_dir=tmp_path, method="FedAvg", accuracy=torch.tensor([[0.9]]), names=["x"], seed=0, score="acc"
+    )
+    assert load("special_study").late_gain(report, 0) == pytest.approx(0.9 - 0.6)
 
 
 def test_study_is_about_real_digits(load):
