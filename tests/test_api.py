@@ -155,7 +155,6 @@ print(json.dumps([sorted({{name.split(".")[0] for name in sys.modules}} - before
     assert seconds < 0.3
 
 
-@pytest.mark.skipif(not (HOUSE / "cli.py").exists(), reason="the command line is not written yet")
 def test_help_imports_no_torch():
     loaded = fresh("""
 import json, sys

@@ -15,6 +15,11 @@ _REDUCERS: dict[str, Callable[[list[float]], float]] = {"sum": math.fsum, "max":
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
 
+def never_distributed() -> bool:
+    """Stands in for torchmetrics' look for other ranks: a client's figures are its own, every evaluation is whole."""
+    return False
+
+
 class _Series:
     """All values logged under one name, each with its weight."""
 
@@ -72,7 +77,7 @@ class MetricLog:
         if not isinstance(name, str):
             raise TypeError(f"`self.log` must be given a name of type str, got {type(name).__name__}.")
         if isinstance(value, Metric):
-            value.distributed_available_fn = _never  # one that is no submodule would look for other ranks
+            value.distributed_available_fn = never_distributed  # one that is no submodule would look for other ranks
             self._metrics[name] = value
             return
         if isinstance(value, Tensor):
@@ -143,7 +148,3 @@ def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:
             f"`self.log({name!r}, reduce_fx=...)` must be one of {sorted(_REDUCTIONS)}, got {reduce_fx!r}."
         )
     return _REDUCTIONS[key]
-
-
-def _never() -> bool:
-    return False

@@ -17,7 +17,16 @@ from lightning_fcl.callbacks import EWC, ContinualCallback, FaultInjector, Serve
 from lightning_fcl.data import TaskStream
 from lightning_fcl.exceptions import CheckpointError, FCLError, MisconfigurationError, ResumeMismatchError
 from tests.helpers.penalty import loader, make_trainer
-from tests.helpers.toy import ToyModule, assert_same_bits, make_toy, state_of, toy_data, toy_stream, toy_trainer
+from tests.helpers.toy import (
+    MixedTypes,
+    ToyModule,
+    assert_same_bits,
+    make_toy,
+    state_of,
+    toy_data,
+    toy_stream,
+    toy_trainer,
+)
 
 
 class WithMetric(ToyModule):
@@ -280,15 +289,6 @@ def test_the_modules_own_clipping_runs_without_a_limit(tmp_path):
     before = state_of(module)
     toy_trainer(tmp_path).fit(module, toy_stream())
     assert_same_bits(before, state_of(module))
-
-
-class MixedTypes(ToyModule):
-    def __init__(self):
-        super().__init__()
-        self.net[0].to(torch.bfloat16)
-
-    def forward(self, x):
-        return self.net[2](torch.relu(self.net[0](x.to(torch.bfloat16)).float()))
 
 
 def test_mixed_types_resume_to_the_same_bits(tmp_path):

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_fcl.callbacks import EWC, ContinualCallback
 from lightning_fcl.federated.layout import build_layout
-from tests.helpers.toy import ToyModule, assert_same_bits, make_toy, state_of, toy_stream, toy_trainer
+from tests.helpers.toy import MixedTypes, ToyModule, assert_same_bits, make_toy, state_of, toy_stream, toy_trainer
 
 
 def rows(run_dir, name="metrics.csv"):
@@ -151,15 +151,6 @@ def test_frozen_tensors_neither_travel_nor_move(tmp_path):
     report = toy_trainer(tmp_path).fit(module, toy_stream())
     assert module.net[0].weight.data_ptr() == before
     assert report.bytes_up == 2 * 2 * 3 * 4 * (8 * 3 + 3)
-
-
-class MixedTypes(ToyModule):
-    def __init__(self):
-        super().__init__()
-        self.net[0].to(torch.bfloat16)
-
-    def forward(self, x):
-        return self.net[2](torch.relu(self.net[0](x.to(torch.bfloat16)).float()))
 
 
 def test_mixed_dtypes_and_tied_weights(tmp_path):

@@ -58,6 +58,17 @@ class ToyModule(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
+class MixedTypes(ToyModule):
+    """A bfloat16 layer beside float32 ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].to(torch.bfloat16)
+
+    def forward(self, x):
+        return self.net[2](torch.relu(self.net[0](x.to(torch.bfloat16)).float()))
+
+
 class ManualModule(ToyModule):
     """The same with manual optimisation and two optimisers."""
 

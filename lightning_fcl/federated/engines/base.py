@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_fcl.federated.layout import Layout, Payload, build_layout, named_tensors
+from lightning_fcl.federated.metric_log import never_distributed
 from lightning_fcl.types import Metrics
 
 
@@ -64,7 +65,7 @@ class Engine(ABC):
             for tensor in named_tensors(module).values():
                 torch.distributed.broadcast(tensor.data, 0)
         for metric in self._metrics():  # a client's figures are its own, and every evaluation is whole
-            metric.distributed_available_fn = _never
+            metric.distributed_available_fn = never_distributed
         self.layout = build_layout(self.module, payload, share_buffers=share_buffers)
         self._wrap()
 
@@ -205,8 +206,3 @@ class Engine(ABC):
         finally:
             for child, training in modes:
                 child.training = training
-
-
-def _never() -> bool:
-    """Stands in for torchmetrics' look for other ranks."""
-    return False
