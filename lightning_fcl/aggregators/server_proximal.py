@@ -1,11 +1,11 @@
 """SPECIAL: after averaging, the server pulls the model toward the end of the previous task."""
 
-import math
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fcl._checks import check_strength
 from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep, StepSize, check_step_size, step_size
 from lightning_fcl.aggregators.fedavg import FedAvg
 from lightning_fcl.exceptions import MisconfigurationError
@@ -57,8 +57,7 @@ class ServerProximal(ServerStep):
         lr: StepSize = "inverse_task",
         bn_stats: Literal["blend", "current"] = "blend",
     ) -> None:
-        if not (math.isfinite(strength) and strength >= 0):
-            raise MisconfigurationError(f"`strength` must be finite and not negative, got {strength!r}.")
+        check_strength(strength)
         if bn_stats not in ("blend", "current"):
             raise MisconfigurationError(f'`bn_stats` must be "blend" or "current", got {bn_stats!r}.')
         check_step_size(lr)

@@ -1,6 +1,5 @@
 """SPECIAL-C: after each local step the client is pulled toward the end of the previous task."""
 
-import math
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fcl._checks import check_strength
 from lightning_fcl.callbacks.base import ContinualCallback
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.proximal import proximal_blend
@@ -51,8 +51,7 @@ class ClientProximal(ContinualCallback):
     uses_task_anchor = True
 
     def __init__(self, strength: float = 0.2, *, every: Literal["step", "epoch"] = "step") -> None:
-        if not (math.isfinite(strength) and strength >= 0):
-            raise MisconfigurationError(f"`strength` must be finite and not negative, got {strength!r}.")
+        check_strength(strength)
         if every not in ("step", "epoch"):
             raise MisconfigurationError(f'`every` must be "step" or "epoch", got {every!r}.')
         self.strength = strength

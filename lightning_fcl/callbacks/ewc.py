@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fcl._checks import check_strength
 from lightning_fcl.callbacks.base import ContinualCallback
 from lightning_fcl.callbacks.gradients import add_penalty, check_gradient_access, weights_of
 from lightning_fcl.exceptions import MisconfigurationError
@@ -69,8 +70,7 @@ class EWC(ContinualCallback):
         log_likelihood: Callable[[Any, Any], Tensor] = classification_log_likelihood,
         num_samples: int | None = None,
     ) -> None:
-        if not (math.isfinite(strength) and strength >= 0):
-            raise MisconfigurationError(f"`strength` must be finite and not negative, got {strength!r}.")
+        check_strength(strength)
         if memory not in ("all", "last"):
             raise MisconfigurationError(f'`memory` must be "all" or "last", got {memory!r}.')
         self.strength = strength

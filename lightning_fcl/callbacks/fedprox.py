@@ -1,6 +1,5 @@
 """FedProx: local training is pulled toward the weights that the round started from."""
 
-import math
 from typing import Any, ClassVar
 
 import lightning as L
@@ -8,9 +7,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fcl._checks import check_strength
 from lightning_fcl.callbacks.base import ContinualCallback
 from lightning_fcl.callbacks.gradients import add_penalty, check_gradient_access, weights_of
-from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.proximal import proximal_penalty_grad
 from lightning_fcl.types import MethodCard, Params
 
@@ -48,8 +47,7 @@ class FedProx(ContinualCallback):
     )
 
     def __init__(self, strength: float = 0.01) -> None:
-        if not (math.isfinite(strength) and strength >= 0):
-            raise MisconfigurationError(f"`strength` must be finite and not negative, got {strength!r}.")
+        check_strength(strength)
         self.strength = strength
         self._anchor: dict[str, Tensor] = {}
 
