@@ -137,9 +137,7 @@ class ContinualCallback(L.Callback):
     @override
     def on_train_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         """Ends the task of a stock ``Trainer``; in a federation the boundary pass does."""
-        if not isinstance(trainer, L.Trainer) or getattr(trainer, "fast_dev_run", False) or trainer.interrupted:
-            return
-        if trainer.global_step > self._step_at_start:  # a second `fit` on the same Trainer trains nothing
+        if task_is_over(trainer, self._step_at_start):
             self.on_task_end(trainer, pl_module)
 
     def save(self, directory: str | Path) -> Path:
@@ -166,3 +164,19 @@ class ContinualCallback(L.Callback):
             FileNotFoundError: If this callback was never saved there.
         """
         self.load_state_dict(load_tree(Path(directory) / f"{type(self).__name__}.safetensors"))
+
+
+def task_is_over(trainer: Any, step_at_start: int) -> bool:
+    """Whether the end of training is the end of a task: in a stock ``Trainer`` each ``fit`` that trained is one.
+
+    Args:
+        trainer: A ``lightning.Trainer``, or a client job's context, where a boundary pass ends the task instead.
+        step_at_start: ``trainer.global_step`` in ``on_train_start``.
+
+    Returns:
+        ``False`` for an interrupted fit, a ``fast_dev_run``, and a second ``fit`` on the same Trainer, which trains
+        nothing.
+    """
+    if not isinstance(trainer, L.Trainer) or getattr(trainer, "fast_dev_run", False) or trainer.interrupted:
+        return False
+    return trainer.global_step > step_at_start

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 
-from lightning_fcl.aggregators.chain import Chain
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.engines.base import Engine
 
@@ -107,10 +106,13 @@ def check_engine(trainer: "FederatedTrainer", engine: Engine) -> None:
         )
 
 
-def method_name(chain: Chain, callbacks: list[Any]) -> str:
+def method_name(trainer: "FederatedTrainer", module: L.LightningModule | None = None) -> str:
     """Card names of what makes the method, such as ``"SPECIAL"``; plain FedAvg is named only if it stands alone."""
-    names = [c.card.name for c in [*chain.rules, *callbacks] if getattr(c, "card", None)]
-    return " + ".join([name for name in names if name != "FedAvg"] or ["FedAvg"])
+    parts = [*trainer.chain.rules, *trainer.callbacks, *trainer.server_callbacks]
+    cards = [part.card for part in parts if getattr(part, "card", None)]
+    mixins = [vars(kind)["card"] for kind in type(module).__mro__ if "card" in vars(kind)]
+    names = [card.name for card in [*cards, *mixins] if card.name != "FedAvg"]
+    return " + ".join(names or ["FedAvg"])
 
 
 def as_list(value: Any) -> list[Any]:

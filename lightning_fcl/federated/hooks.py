@@ -62,6 +62,21 @@ def check_callbacks(client: Sequence[Any], server: Sequence[Any]) -> None:
     _check_keys("server_callbacks", server)
 
 
+def with_module_callbacks(callbacks: list[Any], module: L.LightningModule) -> list[Any]:
+    """The trainer's callbacks and those of ``module.configure_callbacks``, which replace others of their type.
+
+    Args:
+        callbacks: The trainer's.
+        module: Asked for its own.
+
+    Returns:
+        A new list.
+    """
+    own = module.configure_callbacks()
+    added = list(own) if isinstance(own, Sequence) else [own]
+    return [c for c in callbacks if type(c) not in {type(a) for a in added}] + added
+
+
 def _check_spelling(callback: Any, known: frozenset[str]) -> None:
     for name in dir(type(callback)):
         if name.startswith("on_") and name not in known and callable(getattr(type(callback), name)):

@@ -76,7 +76,7 @@ class Run:
         self.rounds = RoundRunner(engine, self.jobs, self.ranks, trainer.chain, self._server_event)
         self.loads_weights = any(c.needs_weights for c in trainer.server_callbacks)
         self.has_boundary = self.client_hooks.has("on_task_end")
-        self.keeps_anchor = any(getattr(c, "uses_task_anchor", False) for c in trainer.callbacks)
+        self.keeps_anchor = any(getattr(c, "uses_task_anchor", False) for c in [*trainer.callbacks, self.module])
         self.score: str | None = None
         self.matrix = torch.full((len(stream), len(stream.names)), torch.nan, dtype=torch.float64)
         self.baseline: Tensor | None = None

@@ -9,17 +9,21 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning as L
 import torch
 import yaml
 from lightning.fabric import Fabric
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.callbacks.base import ServerCallback
 from lightning_fcl.exceptions import CheckpointError, MisconfigurationError
 from lightning_fcl.federated.checkpoint import Checkpoint, CheckpointFolder, load_checkpoint
+from lightning_fcl.federated.checks import method_name
 from lightning_fcl.federated.describe import describe, digest
 from lightning_fcl.federated.engines.base import Engine
-from lightning_fcl.federated.hooks import HookTable
+from lightning_fcl.federated.engines.select import make_engine
+from lightning_fcl.federated.hooks import HookTable, check_callbacks, with_module_callbacks
 from lightning_fcl.federated.layout import named_tensors
 from lightning_fcl.federated.persist import restore
 from lightning_fcl.federated.run import Run
@@ -77,6 +81,38 @@ def launch(trainer: "FederatedTrainer") -> Fabric:
         )
     trainer.run_dir = Path(fabric.broadcast(str(trainer.run_dir)))  # the default holds the time: each rank has its own
     return fabric
+
+
+@contextlib.contextmanager
+def working_on(trainer: "FederatedTrainer", module: L.LightningModule, stage: str) -> Iterator[Engine]:
+    """An engine with ``module`` in it; afterwards the module is an ordinary one again.
+
+    Args:
+        trainer: Its ``callbacks`` are joined by the module's own while this lasts.
+        module: Any module.
+        stage: ``"fit"``, ``"validate"`` or ``"predict"``.
+    """
+    engine = make_engine(
+        trainer.fabric,
+        trainer.parallel,
+        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+    )
+    own = trainer.callbacks
+    with one_thread_per_client(trainer), isolate_rng():
+        trainer.callbacks = with_module_callbacks(own, module)
+        try:
+            check_callbacks(trainer.callbacks, trainer.server_callbacks)
+            module.setup(stage)
+            module.configure_model()
+            engine.setup(module, trainer.payload, share_buffers=trainer.share_buffers)
+            try:
+                yield engine
+            finally:
+                engine.teardown()
+        finally:
+            trainer.callbacks = own
 
 
 @contextlib.contextmanager
@@ -204,7 +240,7 @@ def report_of(trainer: "FederatedTrainer", run: Run, seconds: float) -> RunRepor
         seen[stage, list(run.stream.seen(stage))] = True
     return RunReport(
         run_dir=trainer.run_dir,
-        method=trainer.method,
+        method=trainer.method if trainer._named else method_name(trainer, run.module),
         accuracy=run.matrix,
         names=run.stream.names,
         seed=trainer.seed,

@@ -1,8 +1,7 @@
 """The public face of the loop."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 from lightning.fabric import Fabric
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_fcl.aggregators.base import Reducer, ServerStep
 from lightning_fcl.aggregators.chain import Chain, as_chain
@@ -19,12 +17,11 @@ from lightning_fcl.callbacks.base import ServerCallback
 from lightning_fcl.federated.checks import as_list, check_arguments, check_engine, check_module, method_name
 from lightning_fcl.federated.context import ClientContext, JobInfo
 from lightning_fcl.federated.engines.base import Engine
-from lightning_fcl.federated.engines.select import make_engine
 from lightning_fcl.federated.evaluate import evaluate, predict
 from lightning_fcl.federated.hooks import HookTable, check_callbacks
 from lightning_fcl.federated.layout import Payload
 from lightning_fcl.federated.run import Run
-from lightning_fcl.federated.session import finalize, launch, one_thread_per_client, report_of, start_run
+from lightning_fcl.federated.session import finalize, launch, report_of, start_run, working_on
 from lightning_fcl.federated.state import RoundState
 from lightning_fcl.reports.run_report import RunReport
 from lightning_fcl.types import Metrics
@@ -45,7 +42,8 @@ class FederatedTrainer:
         local_epochs: Passes over its data that a client makes per round.
         local_steps: Optimiser steps that a client makes per round, in the place of ``local_epochs``.
         aggregator: A reducer, a server step, a :class:`~lightning_fcl.aggregators.Chain`, or a list of rules.
-        callbacks: Lightning callbacks that act inside client jobs; each has one state per client.
+        callbacks: Lightning callbacks that act inside client jobs; each has one state per client. What the module's
+            own ``configure_callbacks`` returns joins them, and replaces those of its type, as in ``Trainer``.
         server_callbacks: :class:`~lightning_fcl.callbacks.ServerCallback` objects that act between rounds.
         accelerator: As in ``lightning.Fabric``.
         devices: As in ``lightning.Fabric``.
@@ -84,7 +82,7 @@ class FederatedTrainer:
         client_state_mb: Memory for clients' states before they are read from disk, MiB.
         enable_progress_bar: Show progress: a bar on a terminal, lines elsewhere.
         fast_dev_run: One task, one round, two clients, one batch; nothing is kept but the run folder.
-        method: Name of the method in reports; by default found from the rules and callbacks.
+        method: Name of the method in reports; by default found from the rules, callbacks and mixins.
 
     Raises:
         MisconfigurationError: If arguments are out of range or cannot work together.
@@ -177,7 +175,8 @@ class FederatedTrainer:
         self.run_dir = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f") if run_dir is None else Path(run_dir)
         check_arguments(self)
         check_callbacks(self.callbacks, self.server_callbacks)
-        self.method = method or method_name(self.chain, [*self.callbacks, *self.server_callbacks])
+        self.method = method or method_name(self)
+        self._named = method is not None
         self.should_stop = False
         self.stream: TaskStream | None = None
         self._fabric: Fabric | None = None
@@ -253,7 +252,7 @@ class FederatedTrainer:
         """
         check_module(self, module, stream)
         started = time.perf_counter()
-        with self._working_on(module, "fit") as engine:
+        with working_on(self, module, "fit") as engine:
             check_engine(self, engine)
             self._run, self.stream = start_run(self, engine, stream, ckpt_path, strict=strict_resume), stream
             try:
@@ -283,7 +282,7 @@ class FederatedTrainer:
         Returns:
             What the module logged, one dict per evaluation set.
         """
-        with self._working_on(module, "validate") as engine:
+        with working_on(self, module, "validate") as engine:
             return [
                 evaluate(engine, *self._evaluation(engine, self.callbacks), stream.eval_loader(column))
                 for column in range(len(stream.names))
@@ -299,31 +298,12 @@ class FederatedTrainer:
         Returns:
             The outputs, one per batch.
         """
-        with self._working_on(module, "predict") as engine:
+        with working_on(self, module, "predict") as engine:
             _, context = self._evaluation(engine, [])
             with engine.unwrapped():
                 return predict(engine, context, dataloader)
 
     # -- pieces ------------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _working_on(self, module: L.LightningModule, stage: str) -> Iterator[Engine]:
-        """An engine with ``module`` in it; afterwards the module is an ordinary one again."""
-        engine = make_engine(
-            self.fabric,
-            self.parallel,
-            gradient_clip_val=self.gradient_clip_val,
-            gradient_clip_algorithm=self.gradient_clip_algorithm,
-            accumulate_grad_batches=self.accumulate_grad_batches,
-        )
-        with one_thread_per_client(self), isolate_rng():
-            module.setup(stage)
-            module.configure_model()
-            engine.setup(module, self.payload, share_buffers=self.share_buffers)
-            try:
-                yield engine
-            finally:
-                engine.teardown()
 
     def _evaluation(self, engine: Engine, callbacks: list[L.Callback]) -> tuple[HookTable, ClientContext]:
         hooks = HookTable(callbacks, L.Callback, engine.module)

@@ -1,1 +1,4 @@
-"""Placeholder."""
+"""Methods that need logits, features or extra heads: mixins that stand left of the user's LightningModule."""
+
+from lightning_fcl.mixins.base import LossTermsMixin as LossTermsMixin
+from lightning_fcl.mixins.base import StepOutputs as StepOutputs
