@@ -1,0 +1,216 @@
+"""What every method must be able to do, as checks that walk the classes that carry a card."""
+
+import copy
+import importlib
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lightning_fcl.aggregators.base import Reducer, ServerStep
+from lightning_fcl.callbacks.base import ServerCallback
+from lightning_fcl.callbacks.fault_injector import FaultInjector
+from lightning_fcl.data.stream import TaskStream
+from lightning_fcl.federated.describe import describe
+from lightning_fcl.federated.trainer import FederatedTrainer
+
+ROOMS = ("aggregators", "callbacks", "mixins")
+PLAIN_FILES = {".safetensors", ".json", ".csv", ".yaml", ".html", ".png"}
+
+
+class ConformanceModule(L.LightningModule):
+    """A small classifier of three classes with parts that methods ask for by name.
+
+    Inputs have shape ``[B, 6]``; ``vision`` reads the first half, ``language`` the second, ``projector`` joins them,
+    ``head`` is the last ``nn.Linear``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.Linear(3, 8)
+        self.language = nn.Linear(3, 8)
+        self.projector = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits, shape ``[B, 3]``."""
+        joined = torch.cat([self.vision(x[:, :3]), self.language(x[:, 3:])], dim=1)
+        logits: Tensor = self.head(self.projector(joined.relu()))
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Cross-entropy, mean over the batch."""
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Logs ``val_acc``."""
+        self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD with momentum."""
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def conformance_stream(tasks: int = 2) -> TaskStream:
+    """Three blobs that move from task to task, over three clients with sixteen examples each."""
+    sets = [_blobs(48, seed=t, shift=1.5 * t) for t in range(tasks)] + [
+        _blobs(30, 90 + t, 1.5 * t) for t in range(tasks)
+    ]
+    return TaskStream.from_datasets(sets[:tasks], sets[tasks:], clients=3, batch_size=8)
+
+
+def _blobs(examples: int, seed: int, shift: float) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    centres = 2 * torch.randn(3, 6, generator=torch.Generator().manual_seed(99))
+    labels = torch.randint(0, 3, (examples,), generator=generator)
+    return TensorDataset(centres[labels] + shift + torch.randn(examples, 6, generator=generator), labels)
+
+
+def method_classes() -> list[type]:
+    """Every public class of the library that carries a card, sorted by name."""
+    found: dict[str, type] = {}
+    for room in ROOMS:
+        package = importlib.import_module(f"lightning_fcl.{room}")
+        for name, thing in vars(package).items():
+            if isinstance(thing, type) and "card" in vars(thing):
+                found[name] = thing
+    return [found[name] for name in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run: where it lies, and the state of the module at its end."""
+
+    run_dir: Path
+    weights: dict[str, Tensor]
+
+
+class Shell:
+    """Runs one method in a small federation.
+
+    Args:
+        method: The class, with a card.
+        run_dir: Folder for the run folders.
+        base: Module class to use; a mixin is put left of it.
+    """
+
+    def __init__(self, method: type, run_dir: Path, base: type[L.LightningModule] = ConformanceModule) -> None:
+        self.method = method
+        self.card = method.card  # type: ignore[attr-defined]
+        self.run_dir = run_dir
+        self.base = base
+
+    def run(
+        self,
+        name: str,
+        arguments: dict[str, Any] | None = None,
+        *,
+        ckpt_path: str | None = None,
+        beside: tuple[L.Callback, ...] = (),
+        **options: Any,
+    ) -> Finished:
+        """Two tasks of two rounds with two of three clients; the same seeds whatever the method."""
+        module, pieces = self._pieces(arguments)
+        settings: dict[str, Any] = {
+            "rounds": 2,
+            "clients_per_round": 2,
+            "accelerator": "cpu",
+            "devices": 1,
+            "enable_progress_bar": False,
+            "measure_baseline": False,
+            **options,
+        }
+        callbacks = [*pieces.pop("callbacks", []), *beside]
+        trainer = FederatedTrainer(run_dir=self.run_dir / name, callbacks=callbacks, **pieces, **settings)
+        trainer.fit(module, conformance_stream(), ckpt_path)
+        return Finished(trainer.run_dir, {key: value.clone() for key, value in module.state_dict().items()})
+
+    def make(self, arguments: dict[str, Any] | None = None) -> Any:
+        """The method's object; of a mixin, a module that has it."""
+        arguments = dict(self.card.smoke if arguments is None else arguments)
+        if not issubclass(self.method, L.LightningModule):
+            return self.method(**arguments)
+        torch.manual_seed(0)
+        return _mixed(self.method, self.base)(**arguments)
+
+    def _pieces(self, arguments: dict[str, Any] | None) -> tuple[L.LightningModule, dict[str, Any]]:
+        made = self.make(arguments)
+        if isinstance(made, L.LightningModule):
+            return made, {}
+        torch.manual_seed(0)
+        if isinstance(made, Reducer | ServerStep):
+            return self.base(), {"aggregator": made}
+        return self.base(), {"server_callbacks" if isinstance(made, ServerCallback) else "callbacks": [made]}
+
+
+def _mixed(mixin: type, base: type) -> type:
+    """``class MixinBase(Mixin, Base)``, where pickle can find it."""
+    name = mixin.__name__ + base.__name__
+    if name not in globals():
+        globals()[name] = type(name, (mixin, base), {"__module__": __name__})
+    made: type = globals()[name]
+    return made
+
+
+def check_effect(shell: Shell, smoked: Finished, plain: Finished) -> None:
+    """With its smoke arguments the method leaves other weights behind than plain FedAvg."""
+    changed = _differences(plain, smoked)
+    assert changed, f"{shell.card.name} with {dict(shell.card.smoke)} ends with the weights of plain FedAvg"
+
+
+def check_neutral(shell: Shell, plain: Finished) -> None:
+    """With its neutral arguments the method equals plain FedAvg bit for bit."""
+    different = _differences(plain, shell.run("neutral", dict(shell.card.neutral)))
+    assert not different, f"{shell.card.name} with {dict(shell.card.neutral)} differs from FedAvg in {different}"
+
+
+def check_resume(shell: Shell, smoked: Finished) -> None:
+    """Stopped in the second task and resumed, the run ends with the same weights and the same metrics.csv."""
+    stopped = False
+    try:
+        shell.run("resumed", beside=(FaultInjector("exception", task=1, round=1),))
+    except RuntimeError as error:
+        stopped = "injected fault" in str(error)
+    assert stopped, f"{shell.card.name}: the run that was to be stopped was not"
+    resumed = shell.run("resumed", ckpt_path="last")
+    different = _differences(smoked, resumed)
+    assert not different, f"{shell.card.name}: after a resume other weights in {different}"
+    assert (resumed.run_dir / "metrics.csv").read_bytes() == (smoked.run_dir / "metrics.csv").read_bytes()
+
+
+def check_files(shell: Shell, smoked: Finished) -> None:
+    """The run folder holds nothing that must be unpickled."""
+    strange = [p.name for p in smoked.run_dir.rglob("*") if p.is_file() and p.suffix not in PLAIN_FILES]
+    assert not strange, f"{shell.card.name}: the run folder holds {strange}"
+
+
+def check_copies(shell: Shell) -> None:
+    """The method's object can be deep-copied and pickled."""
+    made = shell.make()
+    for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert type(twin) is type(made)
+        assert describe(twin) == describe(made), f"a copy of {shell.card.name} has other settings"
+
+
+def check_two_instances(shell: Shell, smoked: Finished) -> None:
+    """Nothing stays behind in the class: a second run of a second object in the same process is the same run.
+
+    A callback with a neutral setting must also bear one of those beside it: their states lie apart.
+    """
+    beside = ()
+    if shell.card.neutral is not None and issubclass(shell.method, L.Callback):
+        beside = (shell.make(shell.card.neutral),)
+    again = shell.run("again", beside=beside)
+    different = _differences(smoked, again)
+    assert not different, f"{shell.card.name}: a second object in the same process ends with other {different}"
+
+
+def _differences(first: Finished, second: Finished) -> list[str]:
+    return [name for name, value in first.weights.items() if not torch.equal(value, second.weights[name])]
