@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep
+from lightning_fcl.aggregators.fedavg import FedAvg
 from lightning_fcl.exceptions import FCLError, MisconfigurationError
 
 
@@ -102,3 +103,23 @@ def as_chain(aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | Serv
     if isinstance(aggregator, list | tuple):
         return Chain(*aggregator)
     return Chain(aggregator)  # type: ignore[arg-type]
+
+
+def chain_of(
+    aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | ServerStep] | None", callbacks: Any
+) -> Chain:
+    """``aggregator`` with what the client callbacks do on the server behind it.
+
+    Args:
+        aggregator: As for :func:`as_chain`; ``None`` for what the callbacks bring, or the plain ``FedAvg()``.
+        callbacks: Client callbacks; those with a ``server_step`` add it, in their order.
+
+    Returns:
+        The chain.
+    """
+    makers = [maker for callback in callbacks if (maker := getattr(callback, "server_step", None)) is not None]
+    steps = [step for maker in makers if (step := maker()) is not None]
+    if aggregator is None:
+        return Chain(*(steps or [FedAvg()]))
+    given = as_chain(aggregator)
+    return Chain(*given.rules, *steps) if steps else given
