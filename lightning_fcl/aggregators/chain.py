@@ -106,20 +106,23 @@ def as_chain(aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | Serv
 
 
 def chain_of(
-    aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | ServerStep] | None", callbacks: Any
+    aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | ServerStep] | None", callbacks: Sequence[Any]
 ) -> Chain:
     """``aggregator`` with what the client callbacks do on the server behind it.
 
     Args:
         aggregator: As for :func:`as_chain`; ``None`` for what the callbacks bring, or the plain ``FedAvg()``.
-        callbacks: Client callbacks; those with a ``server_step`` add it, in their order.
+        callbacks: Client callbacks; those with ``server_rules`` add theirs, in their order.
 
     Returns:
         The chain.
+
+    Raises:
+        MisconfigurationError: If two callbacks bring a reducer and the user names none.
     """
-    makers = [maker for callback in callbacks if (maker := getattr(callback, "server_step", None)) is not None]
-    steps = [step for maker in makers if (step := maker()) is not None]
+    brought = [rule for callback in callbacks for rule in getattr(callback, "server_rules", list)()]
+    steps = [rule for rule in brought if isinstance(rule, ServerStep)]
     if aggregator is None:
-        return Chain(*(steps or [FedAvg()]))
+        return Chain(*[rule for rule in brought if isinstance(rule, Reducer)], *steps) if brought else Chain(FedAvg())
     given = as_chain(aggregator)
     return Chain(*given.rules, *steps) if steps else given

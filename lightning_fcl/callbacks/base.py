@@ -11,7 +11,7 @@ from lightning_fcl.serialize import load_tree, save_tree
 from lightning_fcl.types import ClientUpdate
 
 if TYPE_CHECKING:
-    from lightning_fcl.aggregators.base import RoundStats, ServerStep
+    from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep
     from lightning_fcl.federated.trainer import FederatedTrainer
 
 
@@ -127,13 +127,14 @@ class ContinualCallback(L.Callback):
             merged: Tensors by name; not to be changed in place.
         """
 
-    def server_step(self) -> "ServerStep | None":
-        """The method's part on the server, if it has one: it joins the end of the aggregator's chain.
+    def server_rules(self) -> "list[Reducer | ServerStep]":
+        """The method's part on the server, if it has one; none by default.
 
         Returns:
-            A new step, or ``None``. If the user names no aggregator, the step's own default reducer merges.
+            New steps, which join the end of the aggregator's chain. A reducer in first place serves only if the user
+            names no aggregator.
         """
-        return None
+        return []
 
     def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         """When a task is over: measure or store what protects it.
