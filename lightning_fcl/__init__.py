@@ -7,11 +7,20 @@ if TYPE_CHECKING:
     from lightning_fcl.aggregators import Chain as Chain
     from lightning_fcl.aggregators import FedAvg as FedAvg
     from lightning_fcl.aggregators import ServerProximal as ServerProximal
+    from lightning_fcl.callbacks import AGEM as AGEM
     from lightning_fcl.callbacks import EWC as EWC
+    from lightning_fcl.callbacks import GEM as GEM
+    from lightning_fcl.callbacks import SCAFFOLD as SCAFFOLD
+    from lightning_fcl.callbacks import SI as SI
     from lightning_fcl.callbacks import ClientProximal as ClientProximal
     from lightning_fcl.callbacks import ContinualCallback as ContinualCallback
     from lightning_fcl.callbacks import FaultInjector as FaultInjector
+    from lightning_fcl.callbacks import FedASAM as FedASAM
+    from lightning_fcl.callbacks import FedCurv as FedCurv
+    from lightning_fcl.callbacks import FedDyn as FedDyn
     from lightning_fcl.callbacks import FedProx as FedProx
+    from lightning_fcl.callbacks import FedSAM as FedSAM
+    from lightning_fcl.callbacks import FedSOL as FedSOL
     from lightning_fcl.callbacks import RoundEarlyStopping as RoundEarlyStopping
     from lightning_fcl.callbacks import ServerCallback as ServerCallback
     from lightning_fcl.data import PartitionPlan as PartitionPlan
@@ -22,17 +31,26 @@ if TYPE_CHECKING:
 
 # Names are looked up on first use, so that the command line can print its help without importing torch.
 _HOMES = {
+    "AGEM": "callbacks",
     "Chain": "aggregators",
     "ClientProximal": "callbacks",
     "ContinualCallback": "callbacks",
     "EWC": "callbacks",
     "FaultInjector": "callbacks",
+    "FedASAM": "callbacks",
     "FedAvg": "aggregators",
+    "FedCurv": "callbacks",
+    "FedDyn": "callbacks",
     "FedProx": "callbacks",
+    "FedSAM": "callbacks",
+    "FedSOL": "callbacks",
     "FederatedTrainer": "federated.trainer",
+    "GEM": "callbacks",
     "PartitionPlan": "data",
     "RoundEarlyStopping": "callbacks",
     "RunReport": "reports",
+    "SCAFFOLD": "callbacks",
+    "SI": "callbacks",
     "ServerCallback": "callbacks",
     "ServerProximal": "aggregators",
     "TaskStream": "data",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep
+from lightning_fcl.aggregators.fedavg import FedAvg
 from lightning_fcl.exceptions import FCLError, MisconfigurationError
 
 
@@ -102,3 +103,26 @@ def as_chain(aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | Serv
     if isinstance(aggregator, list | tuple):
         return Chain(*aggregator)
     return Chain(aggregator)  # type: ignore[arg-type]
+
+
+def chain_of(
+    aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | ServerStep] | None", callbacks: Sequence[Any]
+) -> Chain:
+    """``aggregator`` with what the client callbacks do on the server behind it.
+
+    Args:
+        aggregator: As for :func:`as_chain`; ``None`` for what the callbacks bring, or the plain ``FedAvg()``.
+        callbacks: Client callbacks; those with ``server_rules`` add theirs, in their order.
+
+    Returns:
+        The chain.
+
+    Raises:
+        MisconfigurationError: If two callbacks bring a reducer and the user names none.
+    """
+    brought = [rule for callback in callbacks for rule in getattr(callback, "server_rules", list)()]
+    steps = [rule for rule in brought if isinstance(rule, ServerStep)]
+    if aggregator is None:
+        return Chain(*[rule for rule in brought if isinstance(rule, Reducer)], *steps) if brought else Chain(FedAvg())
+    given = as_chain(aggregator)
+    return Chain(*given.rules, *steps) if steps else given

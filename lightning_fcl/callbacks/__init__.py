@@ -6,4 +6,13 @@ from lightning_fcl.callbacks.client_proximal import ClientProximal as ClientProx
 from lightning_fcl.callbacks.early_stopping import RoundEarlyStopping as RoundEarlyStopping
 from lightning_fcl.callbacks.ewc import EWC as EWC
 from lightning_fcl.callbacks.fault_injector import FaultInjector as FaultInjector
+from lightning_fcl.callbacks.fedcurv import FedCurv as FedCurv
+from lightning_fcl.callbacks.feddyn import FedDyn as FedDyn
 from lightning_fcl.callbacks.fedprox import FedProx as FedProx
+from lightning_fcl.callbacks.fedsol import FedSOL as FedSOL
+from lightning_fcl.callbacks.gem import AGEM as AGEM
+from lightning_fcl.callbacks.gem import GEM as GEM
+from lightning_fcl.callbacks.sam import FedASAM as FedASAM
+from lightning_fcl.callbacks.sam import FedSAM as FedSAM
+from lightning_fcl.callbacks.scaffold import SCAFFOLD as SCAFFOLD
+from lightning_fcl.callbacks.si import SI as SI

@@ -11,6 +11,7 @@ from lightning_fcl.serialize import load_tree, save_tree
 from lightning_fcl.types import ClientUpdate
 
 if TYPE_CHECKING:
+    from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep
     from lightning_fcl.federated.trainer import FederatedTrainer
 
 
@@ -89,24 +90,51 @@ class ContinualCallback(L.Callback):
     affects_results: bool = True
     upload_reduction: Literal["mean", "sum"] = "mean"
     """How the server merges what clients :meth:`upload`: a mean weighted by examples, or a sum."""
+    upload_phase: Literal["train", "boundary"] = "train"
+    """Which jobs :meth:`upload`: those of every round, or those of the boundary pass at a task's end."""
 
     def upload(self, trainer: Any) -> dict[str, Tensor]:
-        """Extra tensors to send to the server after local training, beside the weights; none by default.
+        """Extra tensors to send to the server at a job's end, beside the weights; none by default.
 
         Args:
             trainer: The job's context.
 
         Returns:
-            Float tensors by name, the same names and shapes from every client.
+            Float tensors by name, the same names, shapes and dtypes from every client.
         """
         return {}
 
+    def serve(self, merged: dict[str, Tensor], previous: dict[str, Tensor], stats: "RoundStats") -> dict[str, Tensor]:
+        """On the server: make of a round's uploads what clients download next. By default that is the merged uploads.
+
+        What a method accumulates on the server is what it returns here and finds as ``previous`` in the next round; the
+        loop keeps it in the commits. It runs on every rank and must not look at this object's per-client state.
+
+        Args:
+            merged: The uploads of the accepted clients by name, reduced as ``upload_reduction`` says, in float64.
+            previous: What was handed out in this round; empty before the first upload.
+            stats: The round: accepted clients, their examples, the number of clients in all.
+
+        Returns:
+            Tensors by name. Those with the name of an upload are rounded to its dtype.
+        """
+        return merged
+
     def download(self, merged: dict[str, Tensor]) -> None:
-        """Before local training: what the server merged from the last round's uploads of this callback.
+        """Before a job: what the server made of the last uploads of this callback, see :meth:`serve`.
 
         Args:
             merged: Tensors by name; not to be changed in place.
         """
+
+    def server_rules(self) -> "list[Reducer | ServerStep]":
+        """The method's part on the server, if it has one; none by default.
+
+        Returns:
+            New steps, which join the end of the aggregator's chain. A reducer in first place serves only if the user
+            names no aggregator.
+        """
+        return []
 
     def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         """When a task is over: measure or store what protects it.

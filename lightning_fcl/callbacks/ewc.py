@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_fcl._checks import check_strength
 from lightning_fcl.callbacks.base import ContinualCallback
 from lightning_fcl.callbacks.gradients import add_penalty, check_gradient_access, weights_of
+from lightning_fcl.callbacks.side_pass import as_in_training
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.ewc import ewc_penalty_grad, merge_quadratics
 from lightning_fcl.functional.fisher import fisher_diagonal
@@ -118,7 +119,7 @@ class EWC(ContinualCallback):
             return
         limit = trainer.num_training_batches
         loader = islice(trainer.train_dataloader, None if math.isinf(limit) else int(limit))
-        batches = (_as_in_training(trainer, pl_module, batch) for batch in loader)
+        batches = (as_in_training(trainer, pl_module, batch) for batch in loader)
         importance = fisher_diagonal(pl_module, self.log_likelihood, batches, num_samples=self.num_samples)
         if isinstance(trainer, L.Trainer) and trainer.world_size > 1:
             # Each rank measured its own share; DistributedSampler makes the shares equal.
@@ -140,11 +141,3 @@ class EWC(ContinualCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.importance = dict(state_dict.get("importance", {}))
         self.anchor = dict(state_dict.get("anchor", {}))
-
-
-def _as_in_training(trainer: Any, pl_module: L.LightningModule, batch: Any) -> Any:
-    """The batch as ``training_step`` gets it: cast, moved, and through the module's own transfer hooks."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = pl_module.on_before_batch_transfer(batch, 0)
-    batch = pl_module.transfer_batch_to_device(batch, pl_module.device, 0)
-    return pl_module.on_after_batch_transfer(batch, 0)

@@ -32,6 +32,38 @@ def check_gradient_access(trainer: Any, name: str) -> None:
             )
 
 
+def check_weight_access(trainer: Any, name: str, instead: str) -> None:
+    """Refuse, at ``setup``, a strategy whose optimiser steps on copies or shards of the weights.
+
+    Args:
+        trainer: A ``lightning.Trainer`` or a client job's context.
+        name: Name of the callback, for the message.
+        instead: What to use there, for the message.
+
+    Raises:
+        MisconfigurationError: With the reason and what to use instead.
+    """
+    if type(trainer.strategy).__name__.startswith(_SHARDED) or getattr(trainer, "sharded", False):
+        raise MisconfigurationError(
+            f"`{name}` must reach the weights around each optimiser step, which sharded optimisers (DeepSpeed, FSDP) "
+            f"keep copies of. Use {instead}, or DDP."
+        )
+
+
+def check_federated(trainer: Any, name: str) -> None:
+    """Refuse, at ``setup``, a stock ``Trainer`` for a method that has no meaning without a server.
+
+    Args:
+        trainer: A ``lightning.Trainer`` or a client job's context.
+        name: Name of the callback, for the message.
+
+    Raises:
+        MisconfigurationError: In a stock ``Trainer``.
+    """
+    if isinstance(trainer, L.Trainer):
+        raise MisconfigurationError(f"`{name}` must run in a FederatedTrainer: alone, there is nobody to agree with.")
+
+
 def weights_of(trainer: Any, pl_module: L.LightningModule) -> dict[str, Tensor]:
     """Whole values of the trainable parameters, by name; no copies where they live whole on this device."""
     if isinstance(trainer, L.Trainer):

@@ -5,6 +5,7 @@ from lightning_fcl.data.digits import load_digit_folder as load_digit_folder
 from lightning_fcl.data.dirichlet import ExtendedDirichlet as ExtendedDirichlet
 from lightning_fcl.data.dirichlet import LabelDirichlet as LabelDirichlet
 from lightning_fcl.data.dirichlet import QuantityDirichlet as QuantityDirichlet
+from lightning_fcl.data.exemplars import Exemplars as Exemplars
 from lightning_fcl.data.factories import digit_stream as digit_stream
 from lightning_fcl.data.partition import IID as IID
 from lightning_fcl.data.partition import ByDomain as ByDomain

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,15 @@ class JobStrategy:
     def convert_input(self, batch: Any) -> Any:
         """What ``trainer.precision_plugin.convert_input`` does to a batch."""
         return self._engine.convert_batch(batch)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """What ``trainer.precision_plugin.forward_context()`` puts around a forward pass."""
+        return self._engine.precision.forward_context()
+
+    @property
+    def scaler(self) -> Any:
+        """What ``trainer.precision_plugin.scaler`` is: the gradient scaler, or ``None``."""
+        return getattr(self._engine.precision, "scaler", None)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """A client's job does not talk to other clients: the tensor itself, unless ranks share the client."""

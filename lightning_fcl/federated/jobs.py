@@ -21,6 +21,7 @@ from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.guard import all_finite
 from lightning_fcl.federated.hooks import HookTable
 from lightning_fcl.federated.state import RoundState
+from lightning_fcl.federated.uploads import check_upload
 from lightning_fcl.serialize import clone_tree
 from lightning_fcl.types import ClientUpdate, Metrics
 
@@ -207,7 +208,7 @@ class ClientJobs:
             info: Which job.
 
         Returns:
-            Nothing to aggregate.
+            What the callbacks upload from here, without weights.
         """
         self._switch_to(state, info.client)
         loader = self.data.loader(info.task, info.client, whole=True)  # so that ranks that share it agree
@@ -217,8 +218,10 @@ class ClientJobs:
         seed_generators(info.seed)
         with context.attached():
             self.hooks.call("on_task_end", context, self.engine.module)
+            extra = self._extra(context)
         self._keep(info.client, context)
-        return []
+        own = {"client": info.client, "num_examples": float(info.num_examples), "tensors": {}}
+        return [ClientUpdate(task=info.task, round=info.round, extra=extra, **own)] if extra else []
 
     lr_factor: Callable[[JobInfo], float] = staticmethod(lambda info: 1.0)
 
@@ -280,10 +283,7 @@ class ClientJobs:
 
     def _upload(self, context: ClientContext, update: ClientUpdate) -> list[ClientUpdate]:
         updates = [update]
-        for callback in self._uploads:
-            if extra := callback.upload(context):
-                _check_upload(callback, extra)
-                update.extra[callback.state_key] = clone_tree(extra)  # the next client may write into the same tensors
+        update.extra.update(self._extra(context))
         for callback in self._uploads:
             sent: list[ClientUpdate] = []
             for one in updates:
@@ -292,6 +292,15 @@ class ClientJobs:
             updates = sent
         # A copy with other tensors must not travel as the vector it was made from.
         return [one if one.tensors is update.tensors else replace(one, flat=None) for one in updates]
+
+    def _extra(self, context: ClientContext) -> dict[str, dict[str, Tensor]]:
+        """What the callbacks send beside the weights; copied, since the next client may write into the same tensors."""
+        extra: dict[str, dict[str, Tensor]] = {}
+        for callback in self._uploads:
+            if callback.upload_phase == context.phase and (sent := callback.upload(context)):
+                check_upload(callback, sent)
+                extra[callback.state_key] = clone_tree(sent)
+        return extra
 
 
 def seed_generators(seed: int) -> None:
@@ -320,15 +329,6 @@ def warn_failures(outcomes: Iterable[Outcome], global_round: int) -> None:
                 f"round {global_round}: client {failure.client} dropped ({failure.reason}): {failure.detail}",
                 category=UserWarning,
             )
-
-
-def _check_upload(callback: ContinualCallback, extra: dict[str, Any]) -> None:
-    for name, value in extra.items():
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"`{type(callback).__name__}.upload` must return float tensors, got {found} for {name!r}.")
-        if not torch.isfinite(value).all():
-            raise FloatingPointError(f"`{type(callback).__name__}.upload` returned NaN or infinite values for {name!r}")
 
 
 def _failure(info: JobInfo, error: Exception) -> Failure:

@@ -14,6 +14,7 @@ from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.guard import UpdateGuard, all_finite
 from lightning_fcl.federated.jobs import ClientJobs, Failure, Outcome, pack_update
 from lightning_fcl.federated.state import RoundState
+from lightning_fcl.federated.uploads import Uploads
 from lightning_fcl.serialize import dump_tree, load_bytes
 from lightning_fcl.types import ClientUpdate, Metrics
 
@@ -35,6 +36,7 @@ class RoundRunner:
         self.ranks = ranks
         self.chain = chain
         self.on_event = on_event
+        self.uploads = Uploads(jobs.callbacks, ranks, engine.fabric.device)
         self._scratch = engine.layout.new_vector(engine.fabric.device)
 
     def train(self, state: RoundState, infos: list[JobInfo]) -> list[Outcome]:
@@ -51,7 +53,7 @@ class RoundRunner:
         positions = {info.client: place for place, info in enumerate(infos)}
         self.chain.reducer.start(state.params, len(infos), owned)
         self.counters: dict[str, Tensor] = {}
-        self.uploads: dict[int, dict[str, Any]] = {}
+        self.uploads.start(len(infos), owned)
         guard = UpdateGuard(
             self.engine.layout,
             state.counters,
@@ -73,10 +75,14 @@ class RoundRunner:
     def measure(self, state: RoundState, infos: list[JobInfo]) -> list[Outcome]:
         """The boundary pass of all given clients."""
         outcomes = []
+        owned = self.ranks.share(len(infos))
+        self.uploads.start(len(infos), owned)
         with self.engine.unwrapped():
-            for place in self.ranks.share(len(infos)):
-                outcome, _ = self.jobs.run(state, infos[place], self.jobs.measure)
+            for place in owned:
+                outcome, sent = self.jobs.run(state, infos[place], self.jobs.measure)
                 outcomes.append(outcome)
+                for update in sent:
+                    self.uploads.add(place, update.client, update.extra, outcome.num_examples)
                 self.on_event("on_client_end")
                 if outcome.raised:
                     break
@@ -101,8 +107,7 @@ class RoundRunner:
         self.chain.reducer.add(positions[update.client], row, owner.num_examples)
         if not self.counters:
             self.counters = {name: update.tensors[name].clone() for name in self.engine.layout.counters}
-        if update.extra:
-            self.uploads[update.client] = update.extra
+        self.uploads.add(positions[update.client], update.client, update.extra, owner.num_examples)
 
     def _share_outcomes(self, outcomes: list[Outcome]) -> list[Outcome]:
         merged = outcomes
@@ -135,16 +140,7 @@ class RoundRunner:
             FCLError: If the server rule itself produced a non-finite weight; ``state`` is unchanged.
         """
         accepted = [outcome for outcome in outcomes if outcome.accepted]
-        stats = RoundStats(
-            task=state.task,
-            round=state.round,
-            num_params=self.engine.layout.num_params,
-            clients=tuple(outcome.client for outcome in accepted),
-            num_examples=tuple(outcome.num_examples for outcome in accepted),
-            lone=self._lone_row(state, accepted),
-            num_tasks=facts["num_tasks"],
-            total_clients=facts["total_clients"],
-        )
+        stats = self._stats(state, accepted, lone=self._lone_row(state, accepted), **facts)
         nodes = self.ranks.gather_nodes(self.chain.reducer.partials(), like=state.params)
         delta = self.chain.reducer.finish(nodes, stats)
         params, states = self.chain.apply(state.params, delta, stats, states)
@@ -156,9 +152,31 @@ class RoundRunner:
         self._round_slots(params)
         state.params = params
         state.counters = self._merge_counters(state, accepted)
-        self.jobs.downloads = self._merge_uploads(accepted)
+        self.jobs.downloads = self.uploads.merge(self.jobs.downloads, stats)
         state.metrics.update(stats.logs)
         return states
+
+    def collect(self, state: RoundState, outcomes: list[Outcome], **facts: int) -> None:
+        """Merge what the boundary pass uploaded.
+
+        Args:
+            state: Its ``metrics`` may gain numbers.
+            outcomes: Of all ranks.
+            facts: As for :meth:`aggregate`.
+        """
+        stats = self._stats(state, [outcome for outcome in outcomes if outcome.accepted], **facts)
+        self.jobs.downloads = self.uploads.merge(self.jobs.downloads, stats)
+        state.metrics.update(stats.logs)
+
+    def _stats(self, state: RoundState, accepted: list[Outcome], **facts: Any) -> RoundStats:
+        return RoundStats(
+            task=state.task,
+            round=state.round,
+            num_params=self.engine.layout.num_params,
+            clients=tuple(outcome.client for outcome in accepted),
+            num_examples=tuple(outcome.num_examples for outcome in accepted),
+            **facts,
+        )
 
     def _round_slots(self, params: Tensor) -> None:
         """With mixed dtypes, keep each tensor as precise as its own type: clients load and commits hold just that."""
@@ -187,30 +205,6 @@ class RoundRunner:
         counters: dict[str, Tensor] = load_bytes(parts[self._owner(state, accepted[0].client)])
         return {name: t.to(state.counters[name].device) for name, t in counters.items()}
 
-    def _merge_uploads(self, accepted: list[Outcome]) -> dict[str, dict[str, Any]]:
-        """Reduce what callbacks uploaded, in ascending client order and float64."""
-        keys = {c.state_key: c.upload_reduction for c in self.jobs._uploads}
-        if not any(self.ranks.gather_json(bool(self.uploads))):
-            return {}
-        extras: dict[int, dict[str, Any]] = {}
-        for part in self.ranks.gather_bytes(dump_tree(self.uploads)):
-            extras.update(load_bytes(part))
-        merged: dict[str, dict[str, Any]] = {}
-        for key, reduction in keys.items():
-            senders = [o for o in accepted if key in extras.get(o.client, {})]
-            if senders:
-                _check_alike(key, {o.client: extras[o.client][key] for o in senders})
-                weights = [o.num_examples if reduction == "mean" else 1.0 for o in senders]
-                total = sum(weights) if reduction == "mean" else 1.0
-                merged[key] = {
-                    name: (
-                        sum(w * extras[o.client][key][name].double() for w, o in zip(weights, senders, strict=True))
-                        / total
-                    ).to(like.dtype)
-                    for name, like in extras[senders[0].client][key].items()
-                }
-        return merged
-
 
 def client_means(outcomes: list[Outcome]) -> Metrics:
     """Per-round means of what accepted clients logged, weighted by examples, as ``client/<name>``.
@@ -226,15 +220,3 @@ def client_means(outcomes: list[Outcome]) -> Metrics:
                 sums[tag] = sums.get(tag, 0.0) + outcome.num_examples * value
                 weights[tag] = weights.get(tag, 0.0) + outcome.num_examples
     return {tag: sums[tag] / weights[tag] for tag in sums}
-
-
-def _check_alike(key: str, uploads: dict[int, dict[str, Tensor]]) -> None:
-    """All clients must upload the same names and shapes."""
-    shapes = {client: {name: tuple(t.shape) for name, t in sent.items()} for client, sent in uploads.items()}
-    (first, expected), *others = shapes.items()
-    for client, found in others:
-        if found != expected:
-            raise FCLError(
-                f"`upload` of {key!r} must give the same names and shapes on every client, got {expected} from client "
-                f"{first} and {found} from client {client}."
-            )

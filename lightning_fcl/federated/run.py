@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -27,6 +28,7 @@ from lightning_fcl.federated.rounds import RoundRunner, client_means
 from lightning_fcl.federated.run_folder import RunFolder
 from lightning_fcl.federated.sampling import client_seed, derive_seed, sample_clients
 from lightning_fcl.federated.state import RoundState
+from lightning_fcl.federated.uploads import nbytes
 from lightning_fcl.types import Metrics
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class Run:
         self.jobs = ClientJobs(engine, trainer.callbacks, self.client_hooks, data, self.store, self._job_settings())
         self.jobs.lr_factor = self._lr_factor
         self.rounds = RoundRunner(engine, self.jobs, self.ranks, trainer.chain, self._server_event)
+        self.facts = {"num_tasks": len(stream), "total_clients": stream.num_clients}
         self.loads_weights = any(c.needs_weights for c in trainer.server_callbacks)
         self.has_boundary = self.client_hooks.has("on_task_end")
         self.keeps_anchor = any(getattr(c, "uses_task_anchor", False) for c in [*trainer.callbacks, self.module])
@@ -175,8 +178,8 @@ class Run:
         state, trainer = self.state, self.trainer
         state.completed = [outcome.client for outcome in outcomes if outcome.accepted]
         payload = self.engine.layout.nbytes + sum(t.numel() * t.element_size() for t in state.counters.values())
-        state.bytes_down += payload * len(state.sampled)
-        state.bytes_up += payload * len(state.completed)
+        state.bytes_down += (payload + sum(map(nbytes, self.jobs.downloads.values()))) * len(state.sampled)
+        state.bytes_up += payload * len(state.completed) + self.rounds.uploads.total_bytes()
         state.metrics["round/clients"] = float(len(state.completed))
         self._server_event("on_before_aggregate")
         if len(state.completed) < quorum(trainer.min_completed, len(state.sampled)):
@@ -191,8 +194,7 @@ class Run:
                 )
         else:
             state.empty_rounds = 0
-            facts = {"num_tasks": len(self.stream), "total_clients": self.stream.num_clients}
-            self.step_states = self.rounds.aggregate(state, outcomes, self.step_states, **facts)
+            self.step_states = self.rounds.aggregate(state, outcomes, self.step_states, **self.facts)
             state.metrics.update(client_means(outcomes))
         self._server_event("on_after_aggregate")
 
@@ -203,6 +205,8 @@ class Run:
         with self.timed("train"):
             outcomes = self.rounds.measure(state, [self._info(c, state.phase) for c in state.sampled])
         state.completed = [outcome.client for outcome in outcomes if outcome.accepted]
+        state.bytes_up += self.rounds.uploads.total_bytes()
+        self.rounds.collect(state, outcomes, **self.facts)
         return outcomes
 
     def _evaluate_round(self, task: int) -> Tensor:
@@ -312,17 +316,8 @@ class Run:
             warn_failures(outcomes, state.global_round)
         for outcome in outcomes:
             for failure in outcome.failures:
-                self.folder.append_failure(
-                    {
-                        "global_round": state.global_round,
-                        "task": state.task,
-                        "round": state.round,
-                        "client": failure.client,
-                        "phase": failure.phase,
-                        "reason": failure.reason,
-                        "detail": failure.detail,
-                    }
-                )
+                position = {"global_round": state.global_round, "task": state.task, "round": state.round}
+                self.folder.append_failure({**position, **asdict(failure)})
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

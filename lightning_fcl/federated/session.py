@@ -16,6 +16,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from lightning_fcl.aggregators.chain import chain_of
 from lightning_fcl.callbacks.base import ServerCallback
 from lightning_fcl.exceptions import CheckpointError, MisconfigurationError
 from lightning_fcl.federated.checkpoint import Checkpoint, CheckpointFolder, load_checkpoint
@@ -99,9 +100,10 @@ def working_on(trainer: "FederatedTrainer", module: L.LightningModule, stage: st
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
     )
-    own = trainer.callbacks
+    own, chain = trainer.callbacks, trainer.chain
     with one_thread_per_client(trainer), isolate_rng():
         trainer.callbacks = with_module_callbacks(own, module)
+        trainer.chain = chain_of(chain, [callback for callback in trainer.callbacks if callback not in own])
         try:
             check_callbacks(trainer.callbacks, trainer.server_callbacks)
             module.setup(stage)
@@ -112,7 +114,7 @@ def working_on(trainer: "FederatedTrainer", module: L.LightningModule, stage: st
             finally:
                 engine.teardown()
         finally:
-            trainer.callbacks = own
+            trainer.callbacks, trainer.chain = own, chain
 
 
 @contextlib.contextmanager

@@ -11,8 +11,7 @@ import lightning as L
 from lightning.fabric import Fabric
 
 from lightning_fcl.aggregators.base import Reducer, ServerStep
-from lightning_fcl.aggregators.chain import Chain, as_chain
-from lightning_fcl.aggregators.fedavg import FedAvg
+from lightning_fcl.aggregators.chain import Chain, chain_of
 from lightning_fcl.callbacks.base import ServerCallback
 from lightning_fcl.federated.checks import as_list, check_arguments, check_engine, check_module, method_name
 from lightning_fcl.federated.context import ClientContext, JobInfo
@@ -137,9 +136,10 @@ class FederatedTrainer:
         self.clients_per_round = clients_per_round
         self.local_epochs = local_epochs
         self.local_steps = local_steps
-        self.chain = as_chain(aggregator if aggregator is not None else FedAvg())
         self.callbacks = as_list(callbacks)
         self.server_callbacks = as_list(server_callbacks)
+        check_callbacks(self.callbacks, self.server_callbacks)
+        self.chain = chain_of(aggregator, self.callbacks)
         self.accelerator = accelerator
         self.devices = devices
         self.num_nodes = num_nodes
@@ -174,7 +174,6 @@ class FederatedTrainer:
         self.fast_dev_run = fast_dev_run
         self.run_dir = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f") if run_dir is None else Path(run_dir)
         check_arguments(self)
-        check_callbacks(self.callbacks, self.server_callbacks)
         self.method = method or method_name(self)
         self._named = method is not None
         self.should_stop = False
