@@ -1,11 +1,12 @@
 """One round: sampled clients train on their ranks, the guard checks, the aggregator merges."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fcl.aggregators.base import RoundStats
+from lightning_fcl.aggregators.base import Node, RoundStats
 from lightning_fcl.aggregators.chain import Chain
 from lightning_fcl.exceptions import ClientFailedError, FCLError
 from lightning_fcl.federated.comm import Ranks
@@ -35,6 +36,7 @@ class RoundRunner:
         self.ranks = ranks
         self.chain = chain
         self.on_event = on_event
+        chain.reducer.prepare(engine.layout.places)
         self._scratch = engine.layout.new_vector(engine.fabric.device)
 
     def train(self, state: RoundState, infos: list[JobInfo]) -> list[Outcome]:
@@ -145,8 +147,7 @@ class RoundRunner:
             num_tasks=facts["num_tasks"],
             total_clients=facts["total_clients"],
         )
-        nodes = self.ranks.gather_nodes(self.chain.reducer.partials(), like=state.params)
-        delta = self.chain.reducer.finish(nodes, stats)
+        delta = self.chain.reducer.merge(self._gather, stats)
         params, states = self.chain.apply(state.params, delta, stats, states)
         if not all_finite(params):
             raise FCLError(
@@ -159,6 +160,9 @@ class RoundRunner:
         self.jobs.downloads = self._merge_uploads(accepted)
         state.metrics.update(stats.logs)
         return states
+
+    def _gather(self, nodes: Mapping[Node, Tensor], like: Tensor | None = None) -> dict[Node, Tensor]:
+        return self.ranks.gather_nodes(nodes, like=self._scratch if like is None else like)
 
     def _round_slots(self, params: Tensor) -> None:
         """With mixed dtypes, keep each tensor as precise as its own type: clients load and commits hold just that."""
