@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_fcl.aggregators import TSGA as TSGA
     from lightning_fcl.aggregators import Chain as Chain
     from lightning_fcl.aggregators import FedAvg as FedAvg
     from lightning_fcl.aggregators import ServerProximal as ServerProximal
@@ -53,6 +54,7 @@ _HOMES = {
     "SI": "callbacks",
     "ServerCallback": "callbacks",
     "ServerProximal": "aggregators",
+    "TSGA": "aggregators",
     "TaskStream": "data",
     "fsdp2": "federated.engines.fsdp2",
 }

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -43,13 +43,34 @@ class RoundStats:
     logs: dict[str, float] = field(default_factory=dict)
 
 
+class Gather(Protocol):
+    """Sends this rank's nodes to all ranks; every rank must call it equally often."""
+
+    def __call__(self, nodes: Mapping[Node, Tensor], like: Tensor | None = None) -> dict[Node, Tensor]:
+        """Everybody's nodes.
+
+        Args:
+            nodes: Float64 tensors of this rank.
+            like: A tensor of their shape; by default that of the flat vector.
+        """
+
+
 class Reducer(ABC):
     """Merges a round's updates into one delta while they arrive.
 
-    The loop calls :meth:`start`, then :meth:`add` for each accepted update in ascending position, then
-    :meth:`partials`; it exchanges the partials of all ranks and calls :meth:`finish` on every rank with all of them.
-    A reducer holds no state from one round to the next.
+    The loop calls :meth:`prepare` once a run. In each round it calls :meth:`start`, then :meth:`add` for each accepted
+    update in ascending position, then :meth:`merge` on every rank. By default that exchanges the :meth:`partials` of
+    all ranks once and leaves the rest to :meth:`finish`; a reducer that needs a second look overrides it. A reducer
+    holds no state from one round to the next.
     """
+
+    def prepare(self, params: Mapping[str, slice]) -> None:
+        """Before the first round, for a reducer that must know which elements belong to which parameter.
+
+        Args:
+            params: Where each travelling parameter lies in the flat vector, by dotted name and in ascending order;
+                what no parameter covers is a float buffer or zero padding.
+        """
 
     @abstractmethod
     def start(self, reference: Tensor, size: int, owned: range) -> None:
@@ -86,6 +107,18 @@ class Reducer(ABC):
         Returns:
             The merged delta (new - old), shape ``[P]``, float64.
         """
+
+    def merge(self, gather: Gather, stats: RoundStats) -> Tensor:
+        """Exchange what the merge needs, as often as it needs it, and merge.
+
+        Args:
+            gather: Exchanges nodes between ranks.
+            stats: The round; holds at least one client.
+
+        Returns:
+            As :meth:`finish`.
+        """
+        return self.finish(gather(self.partials()), stats)
 
     def lone_row(self) -> Tensor | None:
         """The row last added on this rank, shape ``[P]``, if the delta of a single client is its own, unscaled.

@@ -1,6 +1,5 @@
 """Which tensors of a module travel, and where each one lies in the flat vector."""
 
-import fnmatch
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
+from lightning_fcl._match import name_matcher
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.types import Params
 
@@ -55,6 +55,11 @@ class Layout:
     def uniform(self) -> bool:
         """Whether all slots have the vector's own type, so that the vector can back the module."""
         return all(slot.dtype == self.dtype for slot in self.slots)
+
+    @property
+    def places(self) -> dict[str, slice]:
+        """Where each parameter lies in the vector, in its order; buffers are left out."""
+        return {s.name: slice(s.start, s.stop) for s in self.slots if s.start < self.num_params}
 
     @property
     def nbytes(self) -> int:
@@ -158,11 +163,5 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _matcher(payload: Payload) -> Callable[[str, Tensor], bool]:
     if callable(payload):
         return payload
-    if isinstance(payload, re.Pattern):
-        return lambda name, _: payload.search(name) is not None
-    if isinstance(payload, str):
-        if payload.startswith("re:"):
-            return _matcher(re.compile(payload[3:]))
-        return lambda name, _: fnmatch.fnmatchcase(name, payload)
-    rules = [_matcher(item) for item in payload]
-    return lambda name, tensor: any(rule(name, tensor) for rule in rules)
+    match = name_matcher(payload)
+    return lambda name, _: match(name)

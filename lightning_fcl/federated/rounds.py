@@ -1,11 +1,12 @@
 """One round: sampled clients train on their ranks, the guard checks, the aggregator merges."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fcl.aggregators.base import RoundStats
+from lightning_fcl.aggregators.base import Node, RoundStats
 from lightning_fcl.aggregators.chain import Chain
 from lightning_fcl.exceptions import ClientFailedError, FCLError
 from lightning_fcl.federated.comm import Ranks
@@ -37,6 +38,7 @@ class RoundRunner:
         self.chain = chain
         self.on_event = on_event
         self.uploads = Uploads(jobs.callbacks, ranks, engine.fabric.device)
+        chain.reducer.prepare(engine.layout.places)
         self._scratch = engine.layout.new_vector(engine.fabric.device)
 
     def train(self, state: RoundState, infos: list[JobInfo]) -> list[Outcome]:
@@ -141,8 +143,7 @@ class RoundRunner:
         """
         accepted = [outcome for outcome in outcomes if outcome.accepted]
         stats = self._stats(state, accepted, lone=self._lone_row(state, accepted), **facts)
-        nodes = self.ranks.gather_nodes(self.chain.reducer.partials(), like=state.params)
-        delta = self.chain.reducer.finish(nodes, stats)
+        delta = self.chain.reducer.merge(self._gather, stats)
         params, states = self.chain.apply(state.params, delta, stats, states)
         if not all_finite(params):
             raise FCLError(
@@ -177,6 +178,9 @@ class RoundRunner:
             num_examples=tuple(outcome.num_examples for outcome in accepted),
             **facts,
         )
+
+    def _gather(self, nodes: Mapping[Node, Tensor], like: Tensor | None = None) -> dict[Node, Tensor]:
+        return self.ranks.gather_nodes(nodes, like=self._scratch if like is None else like)
 
     def _round_slots(self, params: Tensor) -> None:
         """With mixed dtypes, keep each tensor as precise as its own type: clients load and commits hold just that."""

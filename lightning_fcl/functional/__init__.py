@@ -26,6 +26,7 @@ from lightning_fcl.functional.gem import nonnegative_minimum as nonnegative_mini
 from lightning_fcl.functional.image import psnr as psnr
 from lightning_fcl.functional.likelihood import LogLikelihood as LogLikelihood
 from lightning_fcl.functional.likelihood import classification_log_likelihood as classification_log_likelihood
+from lightning_fcl.functional.mean import delta_dot as delta_dot
 from lightning_fcl.functional.mean import tree_sum as tree_sum
 from lightning_fcl.functional.mean import weighted_delta_sum as weighted_delta_sum
 from lightning_fcl.functional.mean import weighted_mean as weighted_mean
@@ -54,3 +55,9 @@ from lightning_fcl.functional.transfer import backward_transfer as backward_tran
 from lightning_fcl.functional.transfer import forgetting as forgetting
 from lightning_fcl.functional.transfer import forward_transfer as forward_transfer
 from lightning_fcl.functional.transfer import worst_drop as worst_drop
+from lightning_fcl.functional.tsga import TSGAResult as TSGAResult
+from lightning_fcl.functional.tsga import accept_similar as accept_similar
+from lightning_fcl.functional.tsga import similarity_scores as similarity_scores
+from lightning_fcl.functional.tsga import similarity_threshold as similarity_threshold
+from lightning_fcl.functional.tsga import tsga as tsga
+from lightning_fcl.functional.tsga import tsga_weights as tsga_weights

@@ -102,6 +102,31 @@ def weighted_delta_sum(rows: Tensor, reference: Tensor, weights: Tensor, out: Te
 
 
 @torch.no_grad()
+def delta_dot(row: Tensor, reference: Tensor, direction: Tensor | None = None) -> float:
+    """Inner product of a delta with a direction, in float64 and without a float64 copy of either.
+
+    Args:
+        row: New weights, shape ``(P,)``.
+        reference: Old weights, shape ``(P,)``.
+        direction: Shape ``(P,)``; by default the delta itself, which gives its squared length.
+
+    Returns:
+        The sum over elements of ``(row - reference) * direction``.
+
+    Example:
+        >>> delta_dot(torch.tensor([4.0, 6.0]), torch.tensor([1.0, 2.0]))
+        25.0
+    """
+    total = torch.zeros((), dtype=torch.float64, device=row.device)
+    tile = _BUFFER_ELEMENTS // 2
+    for start in range(0, len(row), tile):
+        part = slice(start, start + tile)
+        delta = row[part].double() - reference[part]
+        total += delta.dot(delta if direction is None else direction[part].double())
+    return total.item()
+
+
+@torch.no_grad()
 def _weighted_sum(rows: Tensor, weights: Tensor, reference: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     count, size = rows.shape
     out = torch.empty(size, dtype=torch.float64, device=rows.device) if out is None else out

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fcl.aggregators import Chain, FedAvg, ServerProximal
+from lightning_fcl.aggregators import TSGA, Chain, FedAvg, ServerProximal
 from lightning_fcl.callbacks import EWC, ClientProximal, FedProx, RoundEarlyStopping
 from tests.helpers.toy import assert_same_bits, make_toy, state_of, toy_stream, toy_trainer
 
@@ -14,6 +14,8 @@ CASES = {
     "ten clients a round": {"clients_per_round": 10},
     "special": {"aggregator": ServerProximal(0.3)},
     "chain": {"aggregator": Chain(FedAvg(lr=0.5), ServerProximal(0.3, bn_stats="current"))},
+    "tsga": {"aggregator": TSGA("auto")},
+    "tsga in a chain": {"aggregator": [TSGA(0.3, weighting="soft", only="net.*.weight"), ServerProximal(0.3)]},
     "prox": {"callbacks": [FedProx(0.1)]},
     "special-c": {"callbacks": [ClientProximal(0.1)]},
     "ewc": {"callbacks": [EWC(5.0)]},
