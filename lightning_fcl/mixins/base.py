@@ -97,7 +97,7 @@ class LossTermsMixin(L.LightningModule):
 
     # -- what a method may ask -----------------------------------------------------------------------------------------
 
-    def head(self) -> nn.Module:
+    def find_head(self) -> nn.Module:
         """The module whose input is the features and whose output the logits.
 
         Raises:
@@ -181,7 +181,7 @@ class LossTermsMixin(L.LightningModule):
                 f"{type(self).__name__} must use automatic optimization: with manual optimization the terms would come "
                 "too late. Add `self.loss_terms(...)` in a `training_step` of your own instead."
             )
-        self.head()
+        self.find_head()
         if self.uses_task_anchor or self.uses_round_anchor:
             _check_whole(self)
         if self.uses_round_anchor:
@@ -216,7 +216,7 @@ class LossTermsMixin(L.LightningModule):
         def catch(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
             caught.append(StepOutputs(output, inputs[0]))
 
-        handle = self.head().register_forward_hook(catch)
+        handle = self.find_head().register_forward_hook(catch)
         try:
             yield caught
         finally:
