@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
@@ -14,7 +14,6 @@ from lightning_fcl.callbacks.base import ServerCallback
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.class_anchors import AnchorSet, class_anchors, input_box
 from lightning_fcl.serialize import tree_bytes
-from lightning_fcl.types import MethodCard
 
 if TYPE_CHECKING:
     from lightning_fcl.federated.trainer import FederatedTrainer
@@ -53,17 +52,6 @@ class ClassAnchors(ServerCallback):
         MisconfigurationError: If a number is out of range, or ``lr * l2 >= 1``; when training starts, if the module has
             no head, no ``forward``, or integer inputs.
     """
-
-    card: ClassVar[MethodCard] = MethodCard(
-        name="FedADB",
-        acts_on="server",
-        paper="Liu et al., FedADB: Class Anchor-Driven Dual-Branch Federated Learning, ACM MM 2026",
-        url="https://arxiv.org/abs/2608.15310",
-        functions=("class_anchors", "local_branch_weight", "class_balanced_batch"),
-        needs=("labels", "DualBranchMixin on the module"),
-        smoke={"steps": 10},
-        neutral={},
-    )
 
     def __init__(
         self,

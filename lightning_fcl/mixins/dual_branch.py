@@ -54,9 +54,9 @@ class DualBranchMixin(LossTermsMixin):
     card: ClassVar[MethodCard] = MethodCard(
         name="FedADB",
         acts_on="loss",
-        paper=ClassAnchors.card.paper,
-        url=ClassAnchors.card.url,
-        functions=("class_balanced_batch", "local_branch_weight", "missing_rate"),
+        paper="Liu et al., FedADB: Class Anchor-Driven Dual-Branch Federated Learning, ACM MM 2026",
+        url="https://arxiv.org/abs/2608.15310",
+        functions=("class_anchors", "class_balanced_batch", "local_branch_weight", "missing_rate"),
         needs=("labels",),
         neutral={"dual_local_branch": False, "dual_balanced": False},
     )
