@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_fcl.callbacks import GEM as GEM
     from lightning_fcl.callbacks import SCAFFOLD as SCAFFOLD
     from lightning_fcl.callbacks import SI as SI
+    from lightning_fcl.callbacks import ClassAnchors as ClassAnchors
     from lightning_fcl.callbacks import ClientProximal as ClientProximal
     from lightning_fcl.callbacks import ContinualCallback as ContinualCallback
     from lightning_fcl.callbacks import FaultInjector as FaultInjector
@@ -28,14 +29,17 @@ if TYPE_CHECKING:
     from lightning_fcl.data import TaskStream as TaskStream
     from lightning_fcl.federated.engines.fsdp2 import fsdp2 as fsdp2
     from lightning_fcl.federated.trainer import FederatedTrainer as FederatedTrainer
+    from lightning_fcl.mixins import DualBranchMixin as DualBranchMixin
     from lightning_fcl.reports import RunReport as RunReport
 
 # Names are looked up on first use, so that the command line can print its help without importing torch.
 _HOMES = {
     "AGEM": "callbacks",
     "Chain": "aggregators",
+    "ClassAnchors": "callbacks",
     "ClientProximal": "callbacks",
     "ContinualCallback": "callbacks",
+    "DualBranchMixin": "mixins",
     "EWC": "callbacks",
     "FaultInjector": "callbacks",
     "FedASAM": "callbacks",

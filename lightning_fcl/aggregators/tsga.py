@@ -66,7 +66,7 @@ class TSGA(Reducer):
         paper="FedCMM, 2026",
         url="https://arxiv.org/abs/2607.12112",
         functions=("tsga", "similarity_scores", "similarity_threshold"),
-        smoke={"threshold": 0.9},
+        smoke={"threshold": 0.7},
         neutral={"threshold": -1.0},
     )
 

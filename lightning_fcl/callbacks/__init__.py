@@ -2,6 +2,7 @@
 
 from lightning_fcl.callbacks.base import ContinualCallback as ContinualCallback
 from lightning_fcl.callbacks.base import ServerCallback as ServerCallback
+from lightning_fcl.callbacks.class_anchors import ClassAnchors as ClassAnchors
 from lightning_fcl.callbacks.client_proximal import ClientProximal as ClientProximal
 from lightning_fcl.callbacks.early_stopping import RoundEarlyStopping as RoundEarlyStopping
 from lightning_fcl.callbacks.ewc import EWC as EWC

@@ -42,6 +42,21 @@ class ServerCallback:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
 
+    def broadcast(self, trainer: "FederatedTrainer") -> dict[str, Tensor]:
+        """What every client of a training round gets beside the weights; nothing by default.
+
+        Asked once per round, after :meth:`on_round_start`, on every rank. Modules and callbacks find it in client jobs
+        as ``trainer.broadcast[state_key]``, not to be changed in place; it counts in ``bytes_down``. It must follow
+        from the run's state (global weights, :meth:`state_dict`, round), so that a resumed run sends the same.
+
+        Args:
+            trainer: The trainer.
+
+        Returns:
+            Tensors of any dtype by name.
+        """
+        return {}
+
     def on_fit_start(self, trainer: "FederatedTrainer", pl_module: L.LightningModule) -> None:
         """Once, before the first round; after a resume too."""
 

@@ -238,6 +238,14 @@ class TaskStream:
             sorted({s for row in rows for c, entry in enumerate(row) for s in entry if len(self.plan.parts[s][c])})
         )
 
+    def classes(self, task: int) -> tuple[int, ...]:
+        """Sorted labels of the training sets that some client has trained on up to and including ``task``.
+
+        Raises:
+            DatasetError: If an example holds no single integer label.
+        """
+        return tuple(sorted({int(y) for s in self.seen(task) for y in self._train[s].examples().labels}))
+
     def train_loader(self, task: int, client: int) -> DataLoader[Any]:
         """A fresh DataLoader over the examples of ``client`` in stage ``task``.
 

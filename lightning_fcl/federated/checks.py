@@ -111,7 +111,7 @@ def method_name(trainer: "FederatedTrainer", module: L.LightningModule | None = 
     parts = [*trainer.chain.rules, *trainer.callbacks, *trainer.server_callbacks]
     cards = [part.card for part in parts if getattr(part, "card", None)]
     mixins = [vars(kind)["card"] for kind in type(module).__mro__ if "card" in vars(kind)]
-    names = [card.name for card in [*cards, *mixins] if card.name != "FedAvg"]
+    names = dict.fromkeys(card.name for card in [*cards, *mixins] if card.name != "FedAvg")  # FedADB has two halves
     return " + ".join(names or ["FedAvg"])
 
 

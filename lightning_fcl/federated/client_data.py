@@ -38,6 +38,11 @@ class Preloaded(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.columns[0])
 
+    @property
+    def targets(self) -> Tensor:
+        """The last field, where the label stands if there is one."""
+        return self.columns[-1]
+
     def __getitem__(self, index: int) -> Any:
         return [column[index] for column in self.columns]
 

@@ -188,6 +188,7 @@ class ClientContext:
         loggers: list[Any] | None = None,
         stream: "TaskStream | None" = None,
         task_anchor: dict[str, Tensor] | None = None,
+        broadcast: Mapping[str, Mapping[str, Tensor]] | None = None,
         lr_factor: float = 1.0,
         default_root_dir: str = ".",
     ) -> None:
@@ -203,6 +204,7 @@ class ClientContext:
         self.loggers = loggers or []
         self.stream = stream
         self.task_anchor = task_anchor
+        self.broadcast = broadcast or {}
         self.lr_factor = lr_factor
         self.default_root_dir = default_root_dir
         self.optimizers: list[Optimizer] = []

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_fcl.callbacks.base import ContinualCallback
 from lightning_fcl.exceptions import FCLError
+from lightning_fcl.federated.broadcast import Broadcasts
 from lightning_fcl.federated.client import LocalBudget, LocalTraining, ModuleFacts
 from lightning_fcl.federated.client_data import ClientData
 from lightning_fcl.federated.client_store import ClientStore
@@ -114,6 +115,7 @@ class ClientJobs:
         self.store = store
         self.settings = settings
         self.downloads: dict[str, dict[str, Any]] = {}
+        self.broadcast: Broadcasts = {}
         self.error: Exception | None = None
         self._facts = ModuleFacts(engine)
         self._row = engine.layout.new_vector(engine.fabric.device)
@@ -250,6 +252,7 @@ class ClientJobs:
             loggers=self.settings.loggers,
             stream=self.data.stream,
             task_anchor=anchor,
+            broadcast=self.broadcast,
             default_root_dir=self.settings.run_dir,
             **options,
         )

@@ -86,7 +86,8 @@ def build_layout(module: nn.Module, payload: Payload = "*", *, share_buffers: bo
     """Lay out the tensors of ``module`` that travel.
 
     Args:
-        module: Module whose trainable parameters and persistent buffers are considered; frozen ones never travel.
+        module: Module whose trainable parameters and persistent buffers are considered; frozen ones never travel. What
+            its attribute ``stays_local`` matches (patterns as in ``payload``) stays with each client.
         payload: What of it travels; the rest stays with each client.
         share_buffers: Whether float and integer buffers (BatchNorm statistics) may travel.
 
@@ -103,7 +104,8 @@ def build_layout(module: nn.Module, payload: Payload = "*", *, share_buffers: bo
             "`module` must have at least one trainable parameter, got none. Did an earlier step freeze them all?"
         )
     buffers = list(_persistent_buffers(module))
-    travels = {n for n, t in [*params, *buffers] if match(n, t)}
+    stays = _matcher(getattr(module, "stays_local", ()))
+    travels = {n for n, t in [*params, *buffers] if match(n, t) and not stays(n, t)}
     if not share_buffers:
         travels -= {n for n, _ in buffers}
     if not travels & {n for n, _ in params}:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_fcl.callbacks.base import ServerCallback
 from lightning_fcl.exceptions import EmptyRoundError, MisconfigurationError
+from lightning_fcl.federated.broadcast import collect
 from lightning_fcl.federated.checkpoint import CheckpointFolder
 from lightning_fcl.federated.checks import quorum
 from lightning_fcl.federated.client import LocalBudget
@@ -28,7 +29,7 @@ from lightning_fcl.federated.rounds import RoundRunner, client_means
 from lightning_fcl.federated.run_folder import RunFolder
 from lightning_fcl.federated.sampling import client_seed, derive_seed, sample_clients
 from lightning_fcl.federated.state import RoundState
-from lightning_fcl.federated.uploads import nbytes
+from lightning_fcl.serialize import tree_bytes
 from lightning_fcl.types import Metrics
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class Run:
         """One round or boundary pass with its commit; returns the next unit."""
         trainer, state = self.trainer, self.state
         started = time.perf_counter()
-        self.seconds = dict.fromkeys(("train", "aggregate", "evaluate", "commit"), 0.0)
+        self.seconds = dict.fromkeys(("train", "aggregate", "evaluate", "commit", "server"), 0.0)
         rounds = trainer.rounds_of(task)
         state.task, state.round = task, unit
         state.phase = "train" if unit < rounds else "boundary"
@@ -167,7 +168,9 @@ class Run:
         available = self.stream.clients(state.task)
         count = min(trainer.clients_per_round, 2) if trainer.fast_dev_run else trainer.clients_per_round
         state.sampled = sample_clients(available, count, trainer.seed, state.task, state.round)
-        self._server_event("on_round_start")
+        with self.timed("server"):
+            self._server_event("on_round_start")
+        self.jobs.broadcast = collect(trainer.server_callbacks, trainer)
         with self.timed("train"):
             outcomes = self.rounds.train(state, [self._info(c, state.phase) for c in state.sampled])
         with self.timed("aggregate"):
@@ -177,8 +180,9 @@ class Run:
     def _merge(self, outcomes: list[Outcome]) -> None:
         state, trainer = self.state, self.trainer
         state.completed = [outcome.client for outcome in outcomes if outcome.accepted]
-        payload = self.engine.layout.nbytes + sum(t.numel() * t.element_size() for t in state.counters.values())
-        state.bytes_down += (payload + sum(map(nbytes, self.jobs.downloads.values()))) * len(state.sampled)
+        payload = self.engine.layout.nbytes + tree_bytes(state.counters)
+        extra_down = tree_bytes(self.jobs.downloads) + tree_bytes(self.jobs.broadcast)
+        state.bytes_down += (payload + extra_down) * len(state.sampled)
         state.bytes_up += payload * len(state.completed) + self.rounds.uploads.total_bytes()
         state.metrics["round/clients"] = float(len(state.completed))
         self._server_event("on_before_aggregate")
@@ -200,7 +204,7 @@ class Run:
 
     def _boundary_pass(self) -> list[Outcome]:
         state = self.state
-        state.sampled = self.stream.clients(state.task)
+        state.sampled, self.jobs.broadcast = self.stream.clients(state.task), {}
         self._server_event("on_round_start")
         with self.timed("train"):
             outcomes = self.rounds.measure(state, [self._info(c, state.phase) for c in state.sampled])

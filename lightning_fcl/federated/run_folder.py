@@ -25,7 +25,7 @@ FAILURES: Final = "failures.csv"
 ACCURACY: Final = "accuracy.csv"
 COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     METRICS: ("global_round", "task", "round", "phase"),
-    TIMING: ("global_round", "seconds", "train", "aggregate", "evaluate", "commit"),
+    TIMING: ("global_round", "seconds", "train", "aggregate", "evaluate", "commit", "server"),
     FAILURES: ("global_round", "task", "round", "client", "phase", "reason", "detail"),
     ACCURACY: ("task",),
 }
@@ -89,7 +89,8 @@ class RunFolder:
 
         Args:
             row: ``global_round``, and wall times in seconds: ``seconds`` in all, of which ``train``, ``aggregate``,
-                ``evaluate``, ``commit``. A part that did not happen may be left out.
+                ``evaluate``, ``commit``, and ``server`` (server callbacks before the clients start). A part that did
+                not happen may be left out.
 
         Raises:
             ValueError: If ``row`` holds another column.

@@ -11,6 +11,7 @@ from lightning_fcl.aggregators.tree import TreeSum, merge_nodes
 from lightning_fcl.callbacks.base import ContinualCallback
 from lightning_fcl.exceptions import FCLError
 from lightning_fcl.federated.comm import Ranks
+from lightning_fcl.serialize import tree_bytes
 
 Head = list[tuple[str, list[int], str]]
 """Names, shapes and dtypes of an upload, in its order; plain values, so that ranks can compare them."""
@@ -42,7 +43,7 @@ class Uploads:
         for key, tensors in extra.items():
             if key in self.channels:  # what `on_upload` adds under another key is nobody's to merge
                 self.channels[key].add(position, client, tensors, num_examples)
-                self.sent_bytes += nbytes(tensors)
+                self.sent_bytes += tree_bytes(tensors)
 
     def total_bytes(self) -> int:
         """Bytes sent in this round, on all ranks."""
@@ -137,11 +138,6 @@ def check_upload(callback: ContinualCallback, extra: Mapping[str, Any]) -> None:
             raise TypeError(f"`{type(callback).__name__}.upload` must return float tensors, got {found} for {name!r}.")
         if not torch.isfinite(value).all():
             raise FloatingPointError(f"`{type(callback).__name__}.upload` returned NaN or infinite values for {name!r}")
-
-
-def nbytes(tensors: Mapping[str, Any]) -> int:
-    """Bytes of the tensors of one transfer."""
-    return sum(t.numel() * t.element_size() for t in tensors.values() if isinstance(t, Tensor))
 
 
 def _head(tensors: Mapping[str, Tensor]) -> Head:

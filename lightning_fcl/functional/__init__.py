@@ -1,5 +1,9 @@
 """The maths: pure functions of tensors, usable in any training loop."""
 
+from lightning_fcl.functional.class_anchors import AnchorSet as AnchorSet
+from lightning_fcl.functional.class_anchors import anchor_confidence as anchor_confidence
+from lightning_fcl.functional.class_anchors import class_anchors as class_anchors
+from lightning_fcl.functional.class_anchors import input_box as input_box
 from lightning_fcl.functional.continual import average_accuracy as average_accuracy
 from lightning_fcl.functional.continual import average_score as average_score
 from lightning_fcl.functional.continual import last_score as last_score
@@ -7,6 +11,9 @@ from lightning_fcl.functional.curves import ewma as ewma
 from lightning_fcl.functional.curves import rounds_to_best as rounds_to_best
 from lightning_fcl.functional.curves import rounds_to_target as rounds_to_target
 from lightning_fcl.functional.curves import top_k_mean as top_k_mean
+from lightning_fcl.functional.dual_branch import class_balanced_batch as class_balanced_batch
+from lightning_fcl.functional.dual_branch import local_branch_weight as local_branch_weight
+from lightning_fcl.functional.dual_branch import missing_rate as missing_rate
 from lightning_fcl.functional.ewc import ewc_penalty as ewc_penalty
 from lightning_fcl.functional.ewc import ewc_penalty_grad as ewc_penalty_grad
 from lightning_fcl.functional.ewc import merge_quadratics as merge_quadratics

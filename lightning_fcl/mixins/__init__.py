@@ -2,3 +2,4 @@
 
 from lightning_fcl.mixins.base import LossTermsMixin as LossTermsMixin
 from lightning_fcl.mixins.base import StepOutputs as StepOutputs
+from lightning_fcl.mixins.dual_branch import DualBranchMixin as DualBranchMixin

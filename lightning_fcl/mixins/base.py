@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from typing_extensions import override
 
+from lightning_fcl._heads import find_head, modes_kept
 from lightning_fcl.callbacks.base import task_is_over
 from lightning_fcl.callbacks.gradients import check_gradient_access
 from lightning_fcl.exceptions import MisconfigurationError
@@ -97,27 +98,13 @@ class LossTermsMixin(L.LightningModule):
 
     # -- what a method may ask -----------------------------------------------------------------------------------------
 
-    def head(self) -> nn.Module:
+    def find_head(self) -> nn.Module:
         """The module whose input is the features and whose output the logits.
 
         Raises:
             MisconfigurationError: If there is none.
         """
-        if self.feature_module is not None:
-            try:
-                return self.get_submodule(self.feature_module)
-            except AttributeError as error:
-                raise MisconfigurationError(
-                    f"`feature_module` must name a submodule of {type(self).__name__}, got {self.feature_module!r}: "
-                    f"{error}."
-                ) from None
-        linears = [child for child in self.modules() if isinstance(child, nn.Linear)]
-        if not linears:
-            raise MisconfigurationError(
-                f"{type(self).__name__} has no `nn.Linear` to take for its head. Name the head in the class attribute "
-                "`feature_module`."
-            )
-        return linears[-1]
+        return find_head(self, self.feature_module)[1]
 
     def task_anchor(self) -> dict[str, Tensor] | None:
         """Parameters and float buffers at the end of the previous task, by name; ``None`` in the first task.
@@ -150,7 +137,7 @@ class LossTermsMixin(L.LightningModule):
         """
         inputs = self.inputs_of(batch)
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {})
-        with _evaluating(self), self._catching() as caught:
+        with modes_kept(self, training=False), self._catching() as caught:
             functional_call(self, dict(weights), args, dict(kwargs))
         return _only(caught, "forward")
 
@@ -181,7 +168,7 @@ class LossTermsMixin(L.LightningModule):
                 f"{type(self).__name__} must use automatic optimization: with manual optimization the terms would come "
                 "too late. Add `self.loss_terms(...)` in a `training_step` of your own instead."
             )
-        self.head()
+        self.find_head()
         if self.uses_task_anchor or self.uses_round_anchor:
             _check_whole(self)
         if self.uses_round_anchor:
@@ -216,7 +203,7 @@ class LossTermsMixin(L.LightningModule):
         def catch(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
             caught.append(StepOutputs(output, inputs[0]))
 
-        handle = self.head().register_forward_hook(catch)
+        handle = self.find_head().register_forward_hook(catch)
         try:
             yield caught
         finally:
@@ -246,15 +233,3 @@ def _check_whole(module: L.LightningModule) -> None:
             f"{name} evaluates older weights in the same module, which must be whole on every rank, but this strategy "
             "keeps them in shards. Use DDP, or parallel='clients'."
         )
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode; the mode of every submodule is restored."""
-    modes = [(child, child.training) for child in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for child, training in modes:
-            child.training = training

@@ -161,7 +161,7 @@ def _failures(rows: Sequence[Mapping[str, str]]) -> str:
 def _times(rows: Sequence[Mapping[str, str]]) -> str:
     if not rows:
         return "<p>Not measured.</p>"
-    parts = ("train", "aggregate", "evaluate", "commit")
+    parts = ("train", "aggregate", "evaluate", "commit", "server")
     totals = {part: sum(float(row.get(part, 0)) for row in rows) for part in ("seconds", *parts)}
     totals["other"] = totals["seconds"] - sum(totals[part] for part in parts)
     whole = totals["seconds"] or math.nan

@@ -1,5 +1,6 @@
 """What every method must be able to do, as checks that walk the classes that carry a card."""
 
+import contextlib
 import copy
 import importlib
 import pickle
@@ -15,7 +16,9 @@ from torch.utils.data import TensorDataset
 from lightning_fcl.aggregators.base import Reducer, ServerStep
 from lightning_fcl.callbacks.base import ServerCallback
 from lightning_fcl.callbacks.fault_injector import FaultInjector
+from lightning_fcl.data.partition import Shards
 from lightning_fcl.data.stream import TaskStream
+from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.describe import describe
 from lightning_fcl.federated.trainer import FederatedTrainer
 
@@ -58,19 +61,19 @@ class ConformanceModule(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-def conformance_stream(tasks: int = 2) -> TaskStream:
-    """Three blobs that move from task to task, over three clients with sixteen examples each."""
-    sets = [_blobs(48, seed=t, shift=1.5 * t) for t in range(tasks)] + [
-        _blobs(30, 90 + t, 1.5 * t) for t in range(tasks)
-    ]
-    return TaskStream.from_datasets(sets[:tasks], sets[tasks:], clients=3, batch_size=8)
+def conformance_stream() -> TaskStream:
+    """Two tasks of three blobs over four unlike clients; in the second task the blobs have moved and changed names."""
+    train = [_blobs(64, seed=task, task=task) for task in range(2)]
+    test = [_blobs(30, seed=90 + task, task=task) for task in range(2)]
+    return TaskStream.from_datasets(train, test, clients=4, batch_size=8, partition=Shards(2))
 
 
-def _blobs(examples: int, seed: int, shift: float) -> TensorDataset:
+def _blobs(examples: int, seed: int, task: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     centres = 2 * torch.randn(3, 6, generator=torch.Generator().manual_seed(99))
-    labels = torch.randint(0, 3, (examples,), generator=generator)
-    return TensorDataset(centres[labels] + shift + torch.randn(examples, 6, generator=generator), labels)
+    blob = torch.randint(0, 3, (examples,), generator=generator)
+    inputs = centres[blob] + task + torch.randn(examples, 6, generator=generator)
+    return TensorDataset(inputs, (blob + task) % 3)
 
 
 def method_classes() -> list[type]:
@@ -116,11 +119,11 @@ class Shell:
         beside: tuple[L.Callback, ...] = (),
         **options: Any,
     ) -> Finished:
-        """Two tasks of two rounds with two of three clients; the same seeds whatever the method."""
+        """Two tasks of two rounds with three of four clients; the same seeds whatever the method."""
         module, pieces = self._pieces(arguments)
         settings: dict[str, Any] = {
             "rounds": 2,
-            "clients_per_round": 2,
+            "clients_per_round": 3,
             "accelerator": "cpu",
             "devices": 1,
             "enable_progress_bar": False,
@@ -202,12 +205,13 @@ def check_copies(shell: Shell) -> None:
 def check_two_instances(shell: Shell, smoked: Finished) -> None:
     """Nothing stays behind in the class: a second run of a second object in the same process is the same run.
 
-    A callback with a neutral setting must also bear one of those beside it: their states lie apart.
+    A callback with a neutral setting must also bear one of those beside it, or refuse it before any work starts.
     """
-    beside = ()
+    again = None
     if shell.card.neutral is not None and issubclass(shell.method, L.Callback):
-        beside = (shell.make(shell.card.neutral),)
-    again = shell.run("again", beside=beside)
+        with contextlib.suppress(MisconfigurationError):
+            again = shell.run("beside", beside=(shell.make(shell.card.neutral),))
+    again = again or shell.run("again")
     different = _differences(smoked, again)
     assert not different, f"{shell.card.name}: a second object in the same process ends with other {different}"
 

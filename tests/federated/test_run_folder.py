@@ -29,7 +29,7 @@ def test_a_new_folder_holds_four_tables_with_only_a_header(tmp_path: Path) -> No
     folder = RunFolder(tmp_path / "deep" / "run")
     assert contents(folder.path) == {
         "metrics.csv": b"global_round,task,round,phase\n",
-        "timing.csv": b"global_round,seconds,train,aggregate,evaluate,commit\n",
+        "timing.csv": b"global_round,seconds,train,aggregate,evaluate,commit,server\n",
         "failures.csv": b"global_round,task,round,client,phase,reason,detail\n",
         "accuracy.csv": b"task\n",
     }
@@ -41,7 +41,7 @@ def test_each_row_is_in_the_file_when_the_call_returns(tmp_path: Path) -> None:
     folder.append_metrics(metrics_row(0, loss=0.1))
     assert (tmp_path / "metrics.csv").read_text() == "global_round,task,round,phase,loss\n0,0,0,train,0.1\n"
     folder.append_timing({"global_round": 0, "seconds": 1.5, "train": 1.0})
-    assert (tmp_path / "timing.csv").read_text().splitlines()[1] == "0,1.5,1.0,,,"
+    assert (tmp_path / "timing.csv").read_text().splitlines()[1] == "0,1.5,1.0,,,,"
     folder.append_failure(
         {
             "global_round": 0,
@@ -160,7 +160,7 @@ def test_a_file_shorter_than_the_checkpoint_is_refused_before_anything_changes(t
     folder = RunFolder(tmp_path)
     play(folder, [("failure", {"x"}), ("", set())])
     lengths = folder.lengths()
-    (tmp_path / "timing.csv").write_text("global_round,seconds,train,aggregate,evaluate,commit\n0,1.0,,,,\n")
+    (tmp_path / "timing.csv").write_text("global_round,seconds,train,aggregate,evaluate,commit,server\n0,1.0,,,,,\n")
     before = contents(tmp_path)
     with pytest.raises(CheckpointError, match=r"timing.csv` must hold the 2 rows of the checkpoint, got 1"):
         RunFolder(tmp_path).cut(lengths)

@@ -240,7 +240,7 @@ def test_a_named_head_is_caught():
         feature_module = "net.0"
 
     module = make_toy(cls=Named)
-    assert module.head() is module.net[0]
+    assert module.find_head() is module.net[0]
 
 
 class Counts(L.Callback):

@@ -1,0 +1,211 @@
+"""The client's half of FedADB: a global and a local head on one extractor."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from lightning_fcl._heads import find_head, replaced_output
+from lightning_fcl.callbacks.class_anchors import ClassAnchors, unpack_anchors
+from lightning_fcl.data.balanced import BalancedBatches
+from lightning_fcl.exceptions import MisconfigurationError
+from lightning_fcl.functional.class_anchors import AnchorSet
+from lightning_fcl.functional.dual_branch import local_branch_weight, missing_rate
+from lightning_fcl.mixins.base import LossTermsMixin
+from lightning_fcl.types import MethodCard
+
+
+class DualBranchMixin(LossTermsMixin):
+    """Trains a classifier by two branches on one extractor; stands left of the own class.
+
+    The module's ``training_step`` runs twice per batch: with its own head, the *global* one, on a class-balanced batch
+    of local examples and anchors of the same size; and with a second, *local* head on the batch itself. The loss is
+    ``global + weight * local``, with ``weight = progress ** (missing_rate * quality)``. Everything else (``forward``,
+    evaluation, prediction) uses the global head; :meth:`local_branch` switches to the local one.
+
+    In a federation anchors come from :class:`~lightning_fcl.callbacks.ClassAnchors`, and progress is the round's number
+    over the task's rounds. In a stock ``Trainer`` set ``module.anchors`` (an
+    :class:`~lightning_fcl.functional.AnchorSet`); progress is the epoch's number over ``max_epochs``. Without anchors
+    the balanced batch has local classes alone, and their quality counts as 1.
+
+    BatchNorm's running statistics follow the local batches only. What the module logs is what it logs for the
+    balanced batch; ``loss/local`` is the weighted local term and ``local_weight`` the weight. Where ranks share a
+    client, each draws a balanced batch of its own.
+
+    Args:
+        *args: Of the own class.
+        dual_local_branch: Whether there is a local branch.
+        dual_balanced: Whether the global branch trains on balanced batches; ``False`` gives it the batch itself.
+        dual_weight: Fixed weight of the local branch in the place of the formula.
+        dual_share_local: Whether the local head travels and is averaged, as in the paper; ``False`` keeps it with each
+            client, so that only the extractor and the global head reach the aggregator.
+        **kwargs: Of the own class.
+
+    Raises:
+        MisconfigurationError: If the module has no linear layer (set ``feature_module``), or the weight is negative.
+    """
+
+    card: ClassVar[MethodCard] = MethodCard(
+        name="FedADB",
+        acts_on="loss",
+        paper="Liu et al., FedADB: Class Anchor-Driven Dual-Branch Federated Learning, ACM MM 2026",
+        url="https://arxiv.org/abs/2608.15310",
+        functions=("class_anchors", "class_balanced_batch", "local_branch_weight", "missing_rate"),
+        needs=("labels",),
+        neutral={"dual_local_branch": False, "dual_balanced": False},
+    )
+    anchors: AnchorSet | None = None
+    input_module: str | None = None
+    """Name of the embedding whose output anchors replace; as in :class:`~lightning_fcl.callbacks.ClassAnchors`."""
+
+    _job: "_Job | None" = None
+
+    def __init__(
+        self,
+        *args: Any,
+        dual_local_branch: bool = True,
+        dual_balanced: bool = True,
+        dual_weight: float | None = None,
+        dual_share_local: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if dual_weight is not None and not 0 <= dual_weight < float("inf"):
+            raise MisconfigurationError(f"`dual_weight` must be finite and not negative, got {dual_weight}.")
+        super().__init__(*args, **kwargs)
+        self.dual_local_branch = dual_local_branch
+        self.dual_balanced = dual_balanced
+        self.dual_weight = dual_weight
+        self.feature_module, head = find_head(self, self.feature_module)
+        if dual_local_branch:
+            self.dual_local_head = copy.deepcopy(head)  # the same first values, and no random draw
+            if not dual_share_local:
+                self.stays_local = (*getattr(self, "stays_local", ()), "dual_local_head.*")
+
+    @contextmanager
+    def local_branch(self) -> Iterator[None]:
+        """Inside, every forward pass goes through the local head."""
+        if not self.dual_local_branch:
+            raise MisconfigurationError("`dual_local_branch` must be True to have a local head, got False.")
+        with replaced_output(self.get_submodule(str(self.feature_module)), lambda x, _: self.dual_local_head(*x)):
+            yield
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.dual_balanced or self.dual_local_branch:
+            self._job = _Job(self, self.trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._job = None
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The own class's step, once per branch."""
+        step, batch, rest = _step_of(super().training_step, args, kwargs)
+        if self._job is None:
+            return step(batch, *rest)
+        with self._global_batch(self._job, batch) as balanced:
+            first = step(balanced, *rest)
+        if not self.dual_local_branch:
+            return first
+        with self.local_branch(), _silent(self):
+            second = step(batch, *rest)
+        if first is None or second is None:
+            return first
+        weight = self._job.weight(self)
+        term = weight * _loss(second)
+        self.log_dict({"loss/local": term.detach(), "local_weight": weight})
+        total = _loss(first) + term
+        return {**first, "loss": total} if isinstance(first, Mapping) else total
+
+    @contextmanager
+    def _global_batch(self, job: "_Job", batch: Any) -> Iterator[Any]:
+        if not self.dual_balanced:
+            with _frozen_statistics(self) if self.dual_local_branch else nullcontext():
+                yield batch
+            return
+        layer = None if self.input_module is None else self.get_submodule(self.input_module)
+        drawn, places = job.batches.draw(len(self.targets_of(batch)))
+        drawn = self.on_before_batch_transfer(self.trainer.precision_plugin.convert_input(drawn), 0)
+        drawn = self.on_after_batch_transfer(self.transfer_batch_to_device(drawn, self.device, 0), 0)
+        with job.batches.placed(drawn, places, layer) as placed, _frozen_statistics(self):
+            yield placed
+
+
+class _Job:
+    """What one stretch of local training needs: balanced batches, and what the weight follows from."""
+
+    def __init__(self, module: DualBranchMixin, trainer: Any) -> None:
+        head = module.get_submodule(str(module.feature_module))
+        weight = next(head.parameters())
+        message = getattr(trainer, "broadcast", {}).get(ClassAnchors.__qualname__)
+        anchors = module.anchors if message is None else unpack_anchors(message, weight.device, weight.dtype)
+        # Seeded by torch's seed of this job (and rank), but drawn apart: the module's own draws stay what they were.
+        generator = torch.Generator().manual_seed((torch.initial_seed() + trainer.global_rank) % 2**63)
+        num_classes = getattr(head, "out_features", None)
+        if num_classes is None:
+            raise MisconfigurationError("`feature_module` must name a linear layer with `out_features`.")
+        self.batches = BalancedBatches(trainer.train_dataloader, anchors, num_classes, generator)
+        total = num_classes if message is None else len(message["classes"])
+        self.missing_rate = missing_rate(min(self.batches.present, total), total)
+        self.quality = 1.0 if anchors is None else anchors.quality
+        self.trainer = trainer
+
+    def weight(self, module: DualBranchMixin) -> float:
+        """Weight of the local branch."""
+        if module.dual_weight is not None:
+            return module.dual_weight
+        trainer = self.trainer
+        federated = hasattr(trainer, "rounds")
+        at, of = (trainer.round, trainer.rounds) if federated else (trainer.current_epoch, trainer.max_epochs or -1)
+        progress = min(1.0, (at + 1) / of) if of > 0 else 1.0
+        return local_branch_weight(progress, self.missing_rate, self.quality)
+
+
+def _step_of(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
+    """The step of the next class, the batch, and what else that step takes."""
+    batch, *rest = [*args, *kwargs.values()]
+    takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+    return step, batch, tuple(rest) if takes_index else ()
+
+
+def _loss(result: Any) -> Tensor:
+    loss: Tensor = result["loss"] if isinstance(result, Mapping) else result
+    return loss
+
+
+@contextmanager
+def _silent(module: nn.Module) -> Iterator[None]:
+    """Inside, ``self.log`` does nothing: a step that runs twice logs once."""
+    own = vars(module).get("log")
+    object.__setattr__(module, "log", lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        if own is None:
+            object.__delattr__(module, "log")
+        else:
+            object.__setattr__(module, "log", own)
+
+
+@contextmanager
+def _frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Inside, BatchNorm normalises by its batch and leaves its running statistics alone."""
+    layers = [child for child in module.modules() if isinstance(child, _BatchNorm) and child.track_running_stats]
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True
