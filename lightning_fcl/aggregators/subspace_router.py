@@ -125,12 +125,10 @@ class SubspaceRouter(Router):
 
     def _route(self, routing: Routing, k: int, num_slots: int) -> Route:
         slot, cosines = int(routing.slots[k]), routing.cosines[k]
-        near = (
-            f"the nearest is {int(cosines.argmax())} at cosine {float(cosines.max()):.3f}" if num_slots else "none yet"
-        )
         if not routing.forced[k]:
-            return Route(slot, f"opens subspace {slot}, since {near}" if slot >= num_slots else "")
-        full = f"matches no subspace ({near}) and all {self.capacity} are taken"
+            return Route(slot, f"open subspace {slot}" if slot >= num_slots else "")
+        near = f" (the nearest is {int(cosines.argmax())} at cosine {float(cosines.max()):.3f})" if num_slots else ""
+        full = f"matches no subspace{near} and all {self.capacity} are taken"
         if self.at_capacity == "raise":
             raise FCLError(f"a client {full}. Raise `capacity`, lower `threshold`, or set `at_capacity`.")
         return Route(slot, f"{full}: forced into {slot}") if self.at_capacity == "nearest" else Route(None, full)

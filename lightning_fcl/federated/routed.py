@@ -108,12 +108,14 @@ class RoutedRounds(RoundRunner):
         self._probes = {probe.client: probe for probe in probes}
         self.probe_bytes = sum(tree_bytes(p.tensors) + _COUNT_BYTES for p in probes if p.tensors)
         routes = self.router.route(probes, len(state.slots.weights), state.slots.router, task=state.task)
+        noted: dict[str, list[str]] = {}
         for client, route in routes.items():
             if route.slot is None:
-                refused = Failure(client, "route", "refused", route.note)
-                lost.append(Outcome(client, failures=[refused]))
+                lost.append(Outcome(client, failures=[Failure(client, "route", "refused", route.note)]))
             elif route.note:
-                rank_zero_info(f"round {state.global_round}: client {client}: {route.note}")
+                noted.setdefault(route.note, []).append(str(client))
+        for note, clients in noted.items():
+            rank_zero_info(f"round {state.global_round}: clients {', '.join(clients)}: {note}")
         self._routes = {client: route.slot for client, route in routes.items() if route.slot is not None}
         opened = max([len(state.slots.weights), *(slot + 1 for slot in self._routes.values())])
         self._weights = [*state.slots.weights]
