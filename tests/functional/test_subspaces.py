@@ -1,4 +1,4 @@
-"""Tokens, routing, activation factors and the block form: oracle values of the method reference (part C.13), and laws."""
+"""Tokens, routing, activation factors and the block form: oracle values of the method reference (C.13), and laws."""
 
 import math
 

@@ -205,7 +205,7 @@ def bank_of(net):
     }
 
 
-class Kill(Exception):
+class KilledError(Exception):
     pass
 
 
@@ -215,13 +215,13 @@ class KillAt(ServerCallback):
 
     def on_round_end(self, trainer, pl_module):
         if trainer.state.global_round == self._when:
-            raise Kill
+            raise KilledError
 
 
 @pytest.mark.parametrize("round", [3, *(pytest.param(r, marks=pytest.mark.slow) for r in (0, 1, 5))])
 def test_a_resumed_run_gives_the_same_bits(tmp_path, round):
     whole, bank = law_run(tmp_path / "whole")
-    with pytest.raises(Kill):
+    with pytest.raises(KilledError):
         law_run(tmp_path / "cut", keep=KillAt(round))
     accuracy, again = law_run(tmp_path / "cut", ckpt_path="last", keep=KillAt(99))
     assert accuracy.equal(whole)
