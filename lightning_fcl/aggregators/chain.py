@@ -57,9 +57,9 @@ class Chain:
                     f"`Chain` must hold its reducer in first place, got {type(rule).__name__} in place {place}. "
                     "A reducer merges updates; after it there is only one."
                 )
-        first = rules[0] if rules else None
-        self.reducer: Reducer = first if isinstance(first, Reducer) else first.default_reducer() if first else FedAvg()
         self.steps: list[ServerStep] = [rule for rule in rules if isinstance(rule, ServerStep)]
+        first = [rule for rule in rules if isinstance(rule, Reducer)] or [s.default_reducer() for s in self.steps[:1]]
+        self.reducer: Reducer = first[0] if first else FedAvg()
 
     def init(self, params: Tensor) -> list[Any]:
         """States of the steps before the first round."""
@@ -116,9 +116,7 @@ def as_chain(aggregator: "Rule | Chain | Sequence[Rule]") -> Chain:
     return Chain(aggregator)  # type: ignore[arg-type]
 
 
-def chain_of(
-    aggregator: "Rule | Chain | Sequence[Rule] | None", callbacks: Sequence[Any]
-) -> Chain:
+def chain_of(aggregator: "Rule | Chain | Sequence[Rule] | None", callbacks: Sequence[Any]) -> Chain:
     """``aggregator`` with what the client callbacks do on the server behind it.
 
     Args:
@@ -132,8 +130,12 @@ def chain_of(
         MisconfigurationError: If two callbacks bring a reducer and the user names none.
     """
     brought = [rule for callback in callbacks for rule in getattr(callback, "server_rules", list)()]
-    steps = [rule for rule in brought if isinstance(rule, ServerStep)]
+    routers, reducers, steps = (
+        [rule for rule in brought if isinstance(rule, kind)] for kind in (Router, Reducer, ServerStep)
+    )
     if aggregator is None:
-        return Chain(*[rule for rule in brought if isinstance(rule, Reducer)], *steps) if brought else Chain(FedAvg())
+        return Chain(*routers, *reducers, *steps) if brought else Chain(FedAvg())
     given = as_chain(aggregator)
-    return Chain(*given.rules, *steps) if steps else given
+    if given.router is not None:
+        routers = []
+    return Chain(*routers, *given.rules, *steps) if routers or steps else given

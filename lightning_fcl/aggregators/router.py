@@ -1,7 +1,7 @@
 """Rounds in which clients train different weights: who starts from what, and what is done with all of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,8 +60,13 @@ class Router(ABC):
 
     shared: NameRule = ()
 
-    def setup(self, pl_module: L.LightningModule) -> None:
-        """Before the first round: raise MisconfigurationError if the module does not fit."""
+    def setup(self, pl_module: L.LightningModule, travelling: Collection[str]) -> None:
+        """Before the first round: raise MisconfigurationError if the module does not fit.
+
+        Args:
+            pl_module: The module.
+            travelling: Names of the parameters and float buffers that a slot holds.
+        """
 
     def probe(self, pl_module: L.LightningModule, batches: Iterable[Any]) -> dict[str, Tensor]:
         """On a client, in eval mode without gradients, before it gets its slot.
@@ -99,13 +104,14 @@ class Router(ABC):
     def reset(self, pl_module: L.LightningModule) -> None:
         """Draw a new slot's first weights in the module; torch's generator is seeded by (seed, task, round, slot)."""
 
-    def update(self, members: Mapping[int, Sequence[Probe]], state: Any, logs: dict[str, float]) -> Any:
+    def update(self, members: Mapping[int, Sequence[Probe]], state: Any, logs: dict[str, float], *, task: int) -> Any:
         """After the merge.
 
         Args:
             members: Probes of the accepted clients by slot; new slots are numbered as they were added.
             state: The router's state.
             logs: Numbers written here go into the round's log.
+            task: Task, from 0.
 
         Returns:
             The new state.

@@ -1,7 +1,7 @@
 """DISCO's dynamic knowledge organisation: the server keeps one subspace per task that it finds by itself."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -84,8 +84,8 @@ class SubspaceRouter(Router):
         self.shared = shared
 
     @override
-    def setup(self, pl_module: L.LightningModule) -> None:
-        check_subspaces(pl_module, self.shared, type(self).__name__)
+    def setup(self, pl_module: L.LightningModule, travelling: Collection[str]) -> None:
+        check_subspaces(pl_module, travelling, self.shared, type(self).__name__)
         if not hasattr(pl_module, "identity_features"):
             raise MisconfigurationError(
                 "`module` must say what its inputs ask for, but has no `identity_features(batch)`. Put "
@@ -139,7 +139,9 @@ class SubspaceRouter(Router):
             layer.reset_parameters()
 
     @override
-    def update(self, members: Mapping[int, Sequence[Probe]], state: Any, logs: dict[str, float]) -> dict[str, Any]:
+    def update(
+        self, members: Mapping[int, Sequence[Probe]], state: Any, logs: dict[str, float], *, task: int
+    ) -> dict[str, Any]:
         tokens = [] if state["tokens"] is None else list(state["tokens"])
         counts = list(state["counts"])
         for slot, probes in sorted(members.items()):
@@ -160,8 +162,8 @@ class SubspaceRouter(Router):
         install(slots, state["tokens"])
 
 
-def check_subspaces(pl_module: L.LightningModule, shared: NameRule, rule: str) -> None:
-    """Raise MisconfigurationError unless all that ``pl_module`` trains are subspaces and what ``shared`` names."""
+def check_subspaces(pl_module: L.LightningModule, travelling: Collection[str], shared: NameRule, rule: str) -> None:
+    """Raise MisconfigurationError unless all that travels are subspaces and what ``shared`` names."""
     layers = subspace_layers(pl_module)
     if not layers or not hasattr(pl_module, "install_subspaces"):
         raise MisconfigurationError(
@@ -170,11 +172,14 @@ def check_subspaces(pl_module: L.LightningModule, shared: NameRule, rule: str) -
         )
     own = {f"{name}.lora_{factor}" for name in layers for factor in "AB"}
     match = name_matcher(shared)
-    trained = [name for name, parameter in pl_module.named_parameters() if parameter.requires_grad]
-    if stray := [name for name in trained if name not in own and not match(name)]:
+    if stray := [name for name in travelling if name not in own and not match(name)]:
         raise MisconfigurationError(
-            f"`{rule}` keeps weights per subspace, but the module also trains {', '.join(stray[:3])}. Freeze them, or "
-            "name them in `shared=` to average them over all clients."
+            f"`{rule}` keeps weights per subspace, but {', '.join(stray[:3])} would travel too. Freeze parameters, "
+            "leave buffers out by `share_buffers=False`, or name either in `shared=` to average it over all clients."
+        )
+    if missing := sorted(own - set(travelling)):
+        raise MisconfigurationError(
+            f"`payload` must let all subspaces travel, but leaves out {', '.join(missing[:3])}."
         )
 
 

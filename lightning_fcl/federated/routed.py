@@ -50,7 +50,7 @@ class RoutedRounds(RoundRunner):
         super().__init__(engine, jobs, ranks, chain, on_event)
         assert chain.router is not None
         self.router: Router = chain.router
-        self.router.setup(engine.module)
+        self.router.setup(engine.module, [slot.name for slot in engine.layout.slots])
         shared = name_matcher(self.router.shared)
         self._shared = [slice(s.start, s.stop) for s in engine.layout.slots if shared(s.name)]
         self._probes: dict[int, Probe] = {}
@@ -230,7 +230,7 @@ class RoutedRounds(RoundRunner):
             members[place] = [self._probes[outcome.client] for outcome in group]
             state.metrics.update({f"slot/{place}/{tag.removeprefix('round/')}": x for tag, x in own.logs.items()})
         params = self._merge_shared(state, accepted, weights)
-        router = self.router.update(members, old.router, state.metrics)
+        router = self.router.update(members, old.router, state.metrics, task=state.task)
         state.params, state.slots = params, Slots(weights, steps, router)
         state.metrics["round/slots"] = float(len(weights))
         return states

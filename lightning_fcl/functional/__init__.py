@@ -35,6 +35,7 @@ from lightning_fcl.functional.mean import delta_dot as delta_dot
 from lightning_fcl.functional.mean import tree_sum as tree_sum
 from lightning_fcl.functional.mean import weighted_delta_sum as weighted_delta_sum
 from lightning_fcl.functional.mean import weighted_mean as weighted_mean
+from lightning_fcl.functional.moe_lora import moe_lora as moe_lora
 from lightning_fcl.functional.orthogonal_lora import orthogonality_penalty as orthogonality_penalty
 from lightning_fcl.functional.orthogonal_lora import orthogonality_penalty_grad as orthogonality_penalty_grad
 from lightning_fcl.functional.params import axpy as axpy

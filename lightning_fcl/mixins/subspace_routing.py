@@ -82,6 +82,7 @@ class SubspaceRoutingMixin(L.LightningModule):
         self.routing_image_encoder = _frozen(routing_image_encoder)
         self.subspace_tokens: Tensor | None = None
         self.num_subspaces = 0
+        self.subspace_tasks: tuple[int, ...] = ()
         self._factors: Tensor | None = None
 
     # -- what the inputs ask for --------------------------------------------------------------------------------------
@@ -116,12 +117,15 @@ class SubspaceRoutingMixin(L.LightningModule):
 
     # -- the bank -----------------------------------------------------------------------------------------------------
 
-    def install_subspaces(self, slots: Sequence[Params], tokens: Tensor | None) -> None:
+    def install_subspaces(
+        self, slots: Sequence[Params], tokens: Tensor | None = None, *, tasks: Sequence[int] = ()
+    ) -> None:
         """Replace the bank of all subspace layers.
 
         Args:
             slots: For each subspace its ``<layer>.lora_A`` and ``<layer>.lora_B`` by name; empty to remove the bank.
             tokens: Identity tokens, shape ``[T, d]``; ``None`` lets all subspaces speak at full strength.
+            tasks: Task of each subspace, where tasks are told and not found.
 
         Raises:
             ValueError: If tokens and slots do not match, or a tensor has the wrong shape.
@@ -132,6 +136,7 @@ class SubspaceRoutingMixin(L.LightningModule):
             layer.set_bank([s[f"{name}.lora_A"] for s in slots], [s[f"{name}.lora_B"] for s in slots])
         self.subspace_tokens = tokens
         self.num_subspaces = len(slots)
+        self.subspace_tasks = tuple(tasks)
 
     def factors(self, batch: Any) -> Tensor:
         """How strongly each subspace speaks for each sample of ``batch``, shape ``[B, T]``."""

@@ -168,6 +168,27 @@ def add_subspaces(
         >>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
         ['0.lora_A', '0.lora_B']
     """
+    replace_linears(model, targets, lambda layer: SubspaceLinear(layer, **options), trainable=trainable)
+    return subspace_layers(model)
+
+
+def replace_linears(
+    model: nn.Module, targets: NameRule, make: Callable[[nn.Linear], nn.Module], *, trainable: NameRule = ()
+) -> list[str]:
+    """Put ``make(layer)`` in the place of chosen linear layers, and freeze everything else.
+
+    Args:
+        model: Changed in place.
+        targets: As for :func:`add_subspaces`, like the rest.
+        make: Makes the new layer around the old one.
+        trainable: Names of parameters that stay trainable.
+
+    Returns:
+        The names of the new layers.
+
+    Raises:
+        MisconfigurationError: If ``targets`` matches no linear layer.
+    """
     match, keep = name_matcher(targets), name_matcher(trainable)
     chosen = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and match(name)}
     if not chosen:
@@ -177,8 +198,8 @@ def add_subspaces(
         parameter.requires_grad_(keep(name))
     for name, layer in chosen.items():
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, SubspaceLinear(layer, **options))
-    return subspace_layers(model)
+        setattr(model.get_submodule(parent), leaf, make(layer))
+    return list(chosen)
 
 
 def subspace_layers(model: nn.Module) -> dict[str, SubspaceLinear]:
