@@ -1,25 +1,29 @@
-"""One rule or several as one: a reducer, then server steps."""
+"""One rule or several as one: a router, a reducer, then server steps."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep
 from lightning_fcl.aggregators.fedavg import FedAvg
+from lightning_fcl.aggregators.router import Router
 from lightning_fcl.exceptions import FCLError, MisconfigurationError
+
+Rule: TypeAlias = Router | Reducer | ServerStep
 
 
 class Chain:
-    """A reducer followed by server steps, applied left to right.
+    """A reducer followed by server steps, applied left to right; behind a router, once for each of its slots.
 
     Args:
-        rules: At most one :class:`Reducer`, in first place; the rest are :class:`ServerStep` objects. Without a reducer
-            the first step's own default is used (``FedAvg()``, or the plain mean for ``ServerProximal``).
+        rules: At most one :class:`Router`, in first place; then at most one :class:`Reducer`; the rest are
+            :class:`ServerStep` objects. Without a reducer the first step's own default is used (``FedAvg()``, or the
+            plain mean for ``ServerProximal``).
 
     Raises:
-        MisconfigurationError: If a rule is of another type, or a reducer stands behind a step.
+        MisconfigurationError: If a rule is of another type or stands in the wrong place.
 
     Example:
         >>> from lightning_fcl.aggregators import FedAvg, ServerProximal
@@ -30,10 +34,18 @@ class Chain:
     maps is what optimiser libraries call gradient transformations.
     """
 
-    def __init__(self, *rules: Reducer | ServerStep) -> None:
+    def __init__(self, *rules: Rule) -> None:
         if not rules:
             raise MisconfigurationError("`Chain` must hold at least one rule, got none. Use `FedAvg()`.")
+        self.router: Router | None = rules[0] if isinstance(rules[0], Router) else None
+        self.rules: tuple[Rule, ...] = rules
+        rules = rules[1:] if self.router is not None else rules
         for place, rule in enumerate(rules):
+            if isinstance(rule, Router):
+                raise MisconfigurationError(
+                    f"`Chain` must hold its router in first place, got {type(rule).__name__} behind another rule. "
+                    "It decides which clients the other rules see together."
+                )
             if not isinstance(rule, Reducer | ServerStep):
                 found = f"the class {rule.__name__}" if isinstance(rule, type) else type(rule).__name__
                 hint = " It belongs in `callbacks=`." if hasattr(rule, "on_fit_start") else ""
@@ -45,10 +57,9 @@ class Chain:
                     f"`Chain` must hold its reducer in first place, got {type(rule).__name__} in place {place}. "
                     "A reducer merges updates; after it there is only one."
                 )
-        first = rules[0]
-        self.rules: tuple[Reducer | ServerStep, ...] = rules
-        self.reducer: Reducer = first if isinstance(first, Reducer) else first.default_reducer()
         self.steps: list[ServerStep] = [rule for rule in rules if isinstance(rule, ServerStep)]
+        first = [rule for rule in rules if isinstance(rule, Reducer)] or [s.default_reducer() for s in self.steps[:1]]
+        self.reducer: Reducer = first[0] if first else FedAvg()
 
     def init(self, params: Tensor) -> list[Any]:
         """States of the steps before the first round."""
@@ -89,7 +100,7 @@ def _checked(step: ServerStep, result: Any, params: Tensor) -> tuple[Tensor, Any
     return delta, result[1]
 
 
-def as_chain(aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | ServerStep]") -> Chain:
+def as_chain(aggregator: "Rule | Chain | Sequence[Rule]") -> Chain:
     """``aggregator`` as a chain.
 
     Args:
@@ -105,9 +116,7 @@ def as_chain(aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | Serv
     return Chain(aggregator)  # type: ignore[arg-type]
 
 
-def chain_of(
-    aggregator: "Reducer | ServerStep | Chain | Sequence[Reducer | ServerStep] | None", callbacks: Sequence[Any]
-) -> Chain:
+def chain_of(aggregator: "Rule | Chain | Sequence[Rule] | None", callbacks: Sequence[Any]) -> Chain:
     """``aggregator`` with what the client callbacks do on the server behind it.
 
     Args:
@@ -121,8 +130,12 @@ def chain_of(
         MisconfigurationError: If two callbacks bring a reducer and the user names none.
     """
     brought = [rule for callback in callbacks for rule in getattr(callback, "server_rules", list)()]
-    steps = [rule for rule in brought if isinstance(rule, ServerStep)]
+    routers, reducers, steps = (
+        [rule for rule in brought if isinstance(rule, kind)] for kind in (Router, Reducer, ServerStep)
+    )
     if aggregator is None:
-        return Chain(*[rule for rule in brought if isinstance(rule, Reducer)], *steps) if brought else Chain(FedAvg())
+        return Chain(*routers, *reducers, *steps) if brought else Chain(FedAvg())
     given = as_chain(aggregator)
-    return Chain(*given.rules, *steps) if steps else given
+    if given.router is not None:
+        routers = []
+    return Chain(*routers, *given.rules, *steps) if routers or steps else given

@@ -1,5 +1,6 @@
 """Base classes: what a client-side method and a server-side callback may override."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,8 @@ from lightning_fcl.serialize import load_tree, save_tree
 from lightning_fcl.types import ClientUpdate
 
 if TYPE_CHECKING:
-    from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep
+    from lightning_fcl.aggregators.base import RoundStats
+    from lightning_fcl.aggregators.chain import Rule
     from lightning_fcl.federated.trainer import FederatedTrainer
 
 
@@ -142,12 +144,12 @@ class ContinualCallback(L.Callback):
             merged: Tensors by name; not to be changed in place.
         """
 
-    def server_rules(self) -> "list[Reducer | ServerStep]":
+    def server_rules(self) -> "Sequence[Rule]":
         """The method's part on the server, if it has one; none by default.
 
         Returns:
             New steps, which join the end of the aggregator's chain. A reducer in first place serves only if the user
-            names no aggregator.
+            names no aggregator, a router only if the aggregator has none.
         """
         return []
 

@@ -46,7 +46,7 @@ def evaluate(
     return context._log.reduced()
 
 
-def predict(engine: Engine, context: ClientContext, loader: DataLoader[Any]) -> list[Any]:
+def predict(engine: Engine, hooks: HookTable, context: ClientContext, loader: DataLoader[Any]) -> list[Any]:
     """Outputs of ``predict_step`` for every batch of a loader, in eval mode without gradients."""
     module = engine.module
     transfer = BatchTransfer(engine)
@@ -54,7 +54,9 @@ def predict(engine: Engine, context: ClientContext, loader: DataLoader[Any]) -> 
     with context.attached(), engine.evaluating(), engine.precision.forward_context():
         for index, batch in enumerate(loader):
             batch = transfer(batch)
+            hooks.call("on_predict_batch_start", context, module, batch, index, 0)
             outputs.append(module.predict_step(*((batch, index) if takes_index(module.predict_step) else (batch,))))
+            hooks.call("on_predict_batch_end", context, module, outputs[-1], batch, index, 0)
     return outputs
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 
 from lightning_fcl.aggregators.base import Reducer, ServerStep
+from lightning_fcl.aggregators.router import Router
 from lightning_fcl.callbacks.base import ContinualCallback, ServerCallback
 from lightning_fcl.exceptions import MisconfigurationError
 
@@ -46,7 +47,7 @@ def check_callbacks(client: Sequence[Any], server: Sequence[Any]) -> None:
                 )
         if not isinstance(callback, L.Callback):
             where = " It belongs in `server_callbacks=`." if isinstance(callback, ServerCallback) else ""
-            where = " It belongs in `aggregator=`." if isinstance(callback, Reducer | ServerStep) else where
+            where = " It belongs in `aggregator=`." if isinstance(callback, Router | Reducer | ServerStep) else where
             raise MisconfigurationError(
                 f"`callbacks` must hold `lightning.Callback` objects, got {_name(callback)}.{where}"
             )

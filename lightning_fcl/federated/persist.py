@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_fcl.exceptions import ResumeMismatchError
 from lightning_fcl.federated.checkpoint import Checkpoint
 from lightning_fcl.federated.describe import differences
+from lightning_fcl.federated.state import Slots
 
 if TYPE_CHECKING:
     from lightning_fcl.federated.run import Run
@@ -57,6 +58,7 @@ def _server_tree(run: "Run") -> dict[str, Any]:
         "callbacks": {c.state_key: c.state_dict() for c in run.trainer.server_callbacks},
         "downloads": run.jobs.downloads,
         "task_anchor": run.state.task_anchor,
+        "slots": None if run.state.slots is None else vars(run.state.slots),
         "matrix": run.matrix,
         "baseline": run.baseline,
     }
@@ -92,6 +94,8 @@ def restore(run: "Run", checkpoint: Checkpoint, *, strict: bool) -> list[str]:
     server = _to_device(checkpoint.server, device)
     run.step_states, run.jobs.downloads = server["steps"], server["downloads"]
     state.task_anchor, run.matrix, run.baseline = server["task_anchor"], server["matrix"].cpu(), server["baseline"]
+    if server.get("slots") is not None:
+        state.slots = Slots(**server["slots"])
     for callback in run.trainer.server_callbacks:
         callback.load_state_dict(server["callbacks"].get(callback.state_key, {}))
     run.next = (manifest["next"][0], manifest["next"][1])

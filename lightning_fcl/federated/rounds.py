@@ -1,12 +1,13 @@
 """One round: sampled clients train on their ranks, the guard checks, the aggregator merges."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fcl.aggregators.base import Node, RoundStats
+from lightning_fcl.aggregators.base import Node, Reducer, RoundStats
 from lightning_fcl.aggregators.chain import Chain
 from lightning_fcl.exceptions import ClientFailedError, FCLError
 from lightning_fcl.federated.comm import Ranks
@@ -40,6 +41,14 @@ class RoundRunner:
         self.uploads = Uploads(jobs.callbacks, ranks, engine.fabric.device)
         chain.reducer.prepare(engine.layout.places)
         self._scratch = engine.layout.new_vector(engine.fabric.device)
+        self.probe_bytes = 0
+
+    def init(self, state: RoundState) -> list[Any]:
+        """States of the server steps before the first round."""
+        return self.chain.init(state.params)
+
+    def install(self, state: RoundState) -> None:
+        """Put into the module what beside the global weights is evaluated; without a router, nothing."""
 
     def train(self, state: RoundState, infos: list[JobInfo]) -> list[Outcome]:
         """Local training of all sampled clients; this rank takes its contiguous share.
@@ -52,8 +61,8 @@ class RoundRunner:
             Outcomes of all clients of all ranks, ascending.
         """
         owned = self.ranks.share(len(infos))
-        positions = {info.client: place for place, info in enumerate(infos)}
-        self.chain.reducer.start(state.params, len(infos), owned)
+        self.positions = {info.client: place for place, info in enumerate(infos)}
+        self._start(state, owned)
         self.counters: dict[str, Tensor] = {}
         self.uploads.start(len(infos), owned)
         guard = UpdateGuard(
@@ -65,10 +74,10 @@ class RoundRunner:
         )
         outcomes: dict[int, Outcome] = {}
         for place in owned:
-            outcome, updates = self.jobs.run(state, infos[place], self.jobs.train)
+            outcome, updates = self.jobs.run(self._download(state, infos[place].client), infos[place], self.jobs.train)
             outcomes[outcome.client] = outcome
             for update in updates:
-                self._receive(update, guard, positions, outcomes, outcome)
+                self._receive(update, guard, outcomes, outcome)
             self.on_event("on_client_end")
             if outcome.raised:
                 break
@@ -81,7 +90,8 @@ class RoundRunner:
         self.uploads.start(len(infos), owned)
         with self.engine.unwrapped():
             for place in owned:
-                outcome, sent = self.jobs.run(state, infos[place], self.jobs.measure)
+                info = infos[place]
+                outcome, sent = self.jobs.run(self._download(state, info.client), info, self.jobs.measure)
                 outcomes.append(outcome)
                 for update in sent:
                     self.uploads.add(place, update.client, update.extra, outcome.num_examples)
@@ -94,7 +104,6 @@ class RoundRunner:
         self,
         update: ClientUpdate,
         guard: UpdateGuard,
-        positions: dict[int, int],
         outcomes: dict[int, Outcome],
         sender: Outcome,
     ) -> None:
@@ -106,10 +115,20 @@ class RoundRunner:
         owner.accepted = True
         owner.num_examples = float(update.num_examples)
         row = pack_update(update, self.engine, self._scratch)
-        self.chain.reducer.add(positions[update.client], row, owner.num_examples)
+        self._add(update.client, row, owner.num_examples)
         if not self.counters:
             self.counters = {name: update.tensors[name].clone() for name in self.engine.layout.counters}
-        self.uploads.add(positions[update.client], update.client, update.extra, owner.num_examples)
+        self.uploads.add(self.positions[update.client], update.client, update.extra, owner.num_examples)
+
+    def _start(self, state: RoundState, owned: range) -> None:
+        self.chain.reducer.start(state.params, len(self.positions), owned)
+
+    def _download(self, state: RoundState, client: int) -> RoundState:
+        """The state with the weights that ``client`` starts from."""
+        return state
+
+    def _add(self, client: int, row: Tensor, num_examples: float) -> None:
+        self.chain.reducer.add(self.positions[client], row, num_examples)
 
     def _share_outcomes(self, outcomes: list[Outcome]) -> list[Outcome]:
         merged = outcomes
@@ -142,20 +161,31 @@ class RoundRunner:
             FCLError: If the server rule itself produced a non-finite weight; ``state`` is unchanged.
         """
         accepted = [outcome for outcome in outcomes if outcome.accepted]
-        stats = self._stats(state, accepted, lone=self._lone_row(state, accepted), **facts)
-        delta = self.chain.reducer.merge(self._gather, stats)
-        params, states = self.chain.apply(state.params, delta, stats, states)
-        if not all_finite(params):
-            raise FCLError(
-                f"the aggregator made non-finite weights in task {state.task}, round {state.round}, although every "
-                "update was finite; the model was left as it was. Lower the server's step size."
-            )
-        self._round_slots(params)
-        state.params = params
+        stats = self._stats(state, accepted, **facts)
+        states = self._merge(state, accepted, stats, states)
         state.counters = self._merge_counters(state, accepted)
         self.jobs.downloads = self.uploads.merge(self.jobs.downloads, stats)
         state.metrics.update(stats.logs)
         return states
+
+    def _merge(self, state: RoundState, accepted: list[Outcome], stats: RoundStats, states: list[Any]) -> list[Any]:
+        reducer = self.chain.reducer
+        stats = replace(stats, lone=self._lone_row(reducer, accepted))
+        state.params, states = self._new_weights(state.params, reducer, stats, states)
+        return states
+
+    def _new_weights(
+        self, params: Tensor, reducer: Reducer, stats: RoundStats, states: list[Any]
+    ) -> tuple[Tensor, list[Any]]:
+        delta = reducer.merge(self._gather, stats)
+        params, states = self.chain.apply(params, delta, stats, states)
+        if not all_finite(params):
+            raise FCLError(
+                f"the aggregator made non-finite weights in task {stats.task}, round {stats.round}, although every "
+                "update was finite; the model was left as it was. Lower the server's step size."
+            )
+        self._round_slots(params)
+        return params, states
 
     def collect(self, state: RoundState, outcomes: list[Outcome], **facts: int) -> None:
         """Merge what the boundary pass uploaded.
@@ -189,16 +219,16 @@ class RoundRunner:
             for slot in self.engine.layout.slots:
                 views[slot.name].copy_(views[slot.name].to(slot.dtype))
 
-    def _lone_row(self, state: RoundState, accepted: list[Outcome]) -> Tensor | None:
-        row = self.chain.reducer.lone_row()
+    def _lone_row(self, reducer: Reducer, accepted: list[Outcome]) -> Tensor | None:
+        row = reducer.lone_row()
         can_copy = self.ranks.gather_json(row is not None)
-        owner = self._owner(state, accepted[0].client)
+        owner = self._owner(accepted[0].client)
         if len(accepted) != 1 or not can_copy[owner]:
             return None
-        return self.ranks.broadcast(row.clone() if row is not None else torch.empty_like(state.params), owner)
+        return self.ranks.broadcast(row.clone() if row is not None else torch.empty_like(self._scratch), owner)
 
-    def _owner(self, state: RoundState, client: int) -> int:
-        place, size, world = state.sampled.index(client), len(state.sampled), self.ranks.world
+    def _owner(self, client: int) -> int:
+        place, size, world = self.positions[client], len(self.positions), self.ranks.world
         return next(r for r in range(world) if size * r // world <= place < size * (r + 1) // world)
 
     def _merge_counters(self, state: RoundState, accepted: list[Outcome]) -> dict[str, Tensor]:
@@ -206,7 +236,7 @@ class RoundRunner:
         if not state.counters:
             return {}
         parts = self.ranks.gather_bytes(dump_tree(self.counters))
-        counters: dict[str, Tensor] = load_bytes(parts[self._owner(state, accepted[0].client)])
+        counters: dict[str, Tensor] = load_bytes(parts[self._owner(accepted[0].client)])
         return {name: t.to(state.counters[name].device) for name, t in counters.items()}
 
 

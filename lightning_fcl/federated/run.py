@@ -25,7 +25,8 @@ from lightning_fcl.federated.evaluate import evaluate, pick_score
 from lightning_fcl.federated.hooks import HookTable
 from lightning_fcl.federated.jobs import ClientJobs, JobSettings, Outcome, seed_generators, warn_failures
 from lightning_fcl.federated.persist import commit
-from lightning_fcl.federated.rounds import RoundRunner, client_means
+from lightning_fcl.federated.rounds import client_means
+from lightning_fcl.federated.routed import make_rounds
 from lightning_fcl.federated.run_folder import RunFolder
 from lightning_fcl.federated.sampling import client_seed, derive_seed, sample_clients
 from lightning_fcl.federated.state import RoundState
@@ -76,7 +77,7 @@ class Run:
         data = ClientData(stream, int(trainer.preload_mb * _MIB), engine.shard)
         self.jobs = ClientJobs(engine, trainer.callbacks, self.client_hooks, data, self.store, self._job_settings())
         self.jobs.lr_factor = self._lr_factor
-        self.rounds = RoundRunner(engine, self.jobs, self.ranks, trainer.chain, self._server_event)
+        self.rounds = make_rounds(engine, self.jobs, self.ranks, trainer.chain, self._server_event)
         self.facts = {"num_tasks": len(stream), "total_clients": stream.num_clients}
         self.loads_weights = any(c.needs_weights for c in trainer.server_callbacks)
         self.has_boundary = self.client_hooks.has("on_task_end")
@@ -87,7 +88,7 @@ class Run:
         self.state = RoundState(params=engine.layout.new_vector(engine.fabric.device))
         engine.read(self.state.params)
         self.state.counters = engine.get_tensors(engine.layout.counters)
-        self.step_states = trainer.chain.init(self.state.params)
+        self.step_states = self.rounds.init(self.state)
         self.next = (0, 0)
         self.seconds: dict[str, float] = {}
 
@@ -116,9 +117,8 @@ class Run:
         self._server_event("on_fit_start")
         if self.next == (0, 0) and trainer.measure_baseline and not trainer.fast_dev_run:
             self.baseline = self._scores(self._evaluate_all())
-        task, unit = self.next
-        while task < self.num_tasks:
-            task, unit = self._run_unit(task, unit)
+        while self.next[0] < self.num_tasks:
+            self._run_unit(*self.next)
         self.load_global()
         self._server_event("on_fit_end")
 
@@ -131,8 +131,8 @@ class Run:
         """Units of a task: its rounds and, if wanted, the boundary pass."""
         return self.trainer.rounds_of(task) + self.has_boundary
 
-    def _run_unit(self, task: int, unit: int) -> tuple[int, int]:
-        """One round or boundary pass with its commit; returns the next unit."""
+    def _run_unit(self, task: int, unit: int) -> None:
+        """One round or boundary pass with its commit; :attr:`next` is then the one after it."""
         trainer, state = self.trainer, self.state
         started = time.perf_counter()
         self.seconds = dict.fromkeys(("train", "aggregate", "evaluate", "commit", "server"), 0.0)
@@ -161,7 +161,6 @@ class Run:
             commit(self, final=last and task + 1 == self.num_tasks)
         row = {"global_round": state.global_round - 1, "seconds": time.perf_counter() - started, **self.seconds}
         self.folder.append_timing(row)
-        return self.next
 
     def _train_round(self) -> list[Outcome]:
         state, trainer = self.state, self.trainer
@@ -183,7 +182,7 @@ class Run:
         payload = self.engine.layout.nbytes + tree_bytes(state.counters)
         extra_down = tree_bytes(self.jobs.downloads) + tree_bytes(self.jobs.broadcast)
         state.bytes_down += (payload + extra_down) * len(state.sampled)
-        state.bytes_up += payload * len(state.completed) + self.rounds.uploads.total_bytes()
+        state.bytes_up += payload * len(state.completed) + self.rounds.uploads.total_bytes() + self.rounds.probe_bytes
         state.metrics["round/clients"] = float(len(state.completed))
         self._server_event("on_before_aggregate")
         if len(state.completed) < quorum(trainer.min_completed, len(state.sampled)):
@@ -265,9 +264,10 @@ class Run:
         return 1.0 if self.trainer.lr_factor is None else float(self.trainer.lr_factor(info.task, info.round))
 
     def load_global(self) -> None:
-        """Put the global weights into the module."""
+        """Put the global weights into the module, and a router's slots with them."""
         self.engine.load(self.state.params)
         self.engine.set_tensors({**self.state.counters, **self.jobs.fresh_local})
+        self.rounds.install(self.state)
 
     def _evaluate_all(self) -> list[Metrics]:
         """Metrics of the global weights on every column; ranks that share clients also share columns."""

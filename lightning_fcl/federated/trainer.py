@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning as L
 from lightning.fabric import Fabric
 
-from lightning_fcl.aggregators.base import Reducer, ServerStep
-from lightning_fcl.aggregators.chain import Chain, chain_of
+from lightning_fcl.aggregators.chain import Chain, Rule, chain_of
 from lightning_fcl.callbacks.base import ServerCallback
 from lightning_fcl.federated.checks import as_list, check_arguments, check_engine, check_module, method_name
 from lightning_fcl.federated.context import ClientContext, JobInfo
@@ -40,7 +39,7 @@ class FederatedTrainer:
         clients_per_round: Clients sampled per round; all of a task's clients if there are fewer.
         local_epochs: Passes over its data that a client makes per round.
         local_steps: Optimiser steps that a client makes per round, in the place of ``local_epochs``.
-        aggregator: A reducer, a server step, a :class:`~lightning_fcl.aggregators.Chain`, or a list of rules.
+        aggregator: A router, a reducer, a server step, a :class:`~lightning_fcl.aggregators.Chain` or list of rules.
         callbacks: Lightning callbacks that act inside client jobs; each has one state per client. What the module's
             own ``configure_callbacks`` returns joins them, and replaces those of its type, as in ``Trainer``.
         server_callbacks: :class:`~lightning_fcl.callbacks.ServerCallback` objects that act between rounds.
@@ -94,7 +93,7 @@ class FederatedTrainer:
         clients_per_round: int,
         local_epochs: int = 1,
         local_steps: int | None = None,
-        aggregator: Reducer | ServerStep | Chain | list[Reducer | ServerStep] | None = None,
+        aggregator: Rule | Chain | list[Rule] | None = None,
         callbacks: L.Callback | list[L.Callback] | None = None,
         server_callbacks: ServerCallback | list[ServerCallback] | None = None,
         accelerator: str = "auto",
@@ -298,9 +297,9 @@ class FederatedTrainer:
             The outputs, one per batch.
         """
         with working_on(self, module, "predict") as engine:
-            _, context = self._evaluation(engine, [])
+            hooks, context = self._evaluation(engine, [])
             with engine.unwrapped():
-                return predict(engine, context, dataloader)
+                return predict(engine, hooks, context, dataloader)
 
     # -- pieces ------------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,11 @@ from lightning_fcl.functional.fisher import fisher_diagonal as fisher_diagonal
 from lightning_fcl.functional.gem import agem_project as agem_project
 from lightning_fcl.functional.gem import gem_project as gem_project
 from lightning_fcl.functional.gem import nonnegative_minimum as nonnegative_minimum
+from lightning_fcl.functional.identity_token import ThresholdProposal as ThresholdProposal
+from lightning_fcl.functional.identity_token import identity_token as identity_token
+from lightning_fcl.functional.identity_token import propose_threshold as propose_threshold
+from lightning_fcl.functional.identity_token import token_cosines as token_cosines
+from lightning_fcl.functional.identity_token import update_token as update_token
 from lightning_fcl.functional.image import psnr as psnr
 from lightning_fcl.functional.likelihood import LogLikelihood as LogLikelihood
 from lightning_fcl.functional.likelihood import classification_log_likelihood as classification_log_likelihood
@@ -37,6 +42,9 @@ from lightning_fcl.functional.mean import delta_dot as delta_dot
 from lightning_fcl.functional.mean import tree_sum as tree_sum
 from lightning_fcl.functional.mean import weighted_delta_sum as weighted_delta_sum
 from lightning_fcl.functional.mean import weighted_mean as weighted_mean
+from lightning_fcl.functional.moe_lora import moe_lora as moe_lora
+from lightning_fcl.functional.orthogonal_lora import orthogonality_penalty as orthogonality_penalty
+from lightning_fcl.functional.orthogonal_lora import orthogonality_penalty_grad as orthogonality_penalty_grad
 from lightning_fcl.functional.params import axpy as axpy
 from lightning_fcl.functional.params import check_same_names as check_same_names
 from lightning_fcl.functional.params import check_same_shapes as check_same_shapes
@@ -58,6 +66,11 @@ from lightning_fcl.functional.scaffold import sgd_travel as sgd_travel
 from lightning_fcl.functional.si import path_integral as path_integral
 from lightning_fcl.functional.si import si_importance as si_importance
 from lightning_fcl.functional.si import si_penalty as si_penalty
+from lightning_fcl.functional.subspace_lora import activation_factors as activation_factors
+from lightning_fcl.functional.subspace_lora import merge_lora as merge_lora
+from lightning_fcl.functional.subspace_lora import subspace_lora as subspace_lora
+from lightning_fcl.functional.subspace_routing import Routing as Routing
+from lightning_fcl.functional.subspace_routing import route_tokens as route_tokens
 from lightning_fcl.functional.transfer import backward_transfer as backward_transfer
 from lightning_fcl.functional.transfer import forgetting as forgetting
 from lightning_fcl.functional.transfer import forward_transfer as forward_transfer

@@ -2,5 +2,13 @@
 
 from lightning_fcl.models.classifier import ImageClassifier as ImageClassifier
 from lightning_fcl.models.lenet import LeNet as LeNet
+from lightning_fcl.models.moe_lora import MoELoRALinear as MoELoRALinear
+from lightning_fcl.models.moe_lora import add_experts as add_experts
+from lightning_fcl.models.prompt_encoders import ImageMean as ImageMean
+from lightning_fcl.models.prompt_encoders import PromptEmbeddings as PromptEmbeddings
+from lightning_fcl.models.prompt_encoders import TextEncoder as TextEncoder
 from lightning_fcl.models.resnet import ResNet18 as ResNet18
 from lightning_fcl.models.smallconv import SmallConvNet as SmallConvNet
+from lightning_fcl.models.subspace_lora import SubspaceLinear as SubspaceLinear
+from lightning_fcl.models.subspace_lora import add_subspaces as add_subspaces
+from lightning_fcl.models.subspace_lora import subspace_layers as subspace_layers

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_fcl.aggregators.base import Reducer, ServerStep
+from lightning_fcl.aggregators.router import Router
 from lightning_fcl.callbacks.base import ServerCallback
 from lightning_fcl.callbacks.fault_injector import FaultInjector
 from lightning_fcl.data.partition import Shards
@@ -21,6 +22,8 @@ from lightning_fcl.data.stream import TaskStream
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.describe import describe
 from lightning_fcl.federated.trainer import FederatedTrainer
+from lightning_fcl.mixins.subspace_routing import SubspaceRoutingMixin
+from lightning_fcl.models.subspace_lora import add_subspaces, subspace_layers
 
 ROOMS = ("aggregators", "callbacks", "mixins")
 PLAIN_FILES = {".safetensors", ".json", ".csv", ".yaml", ".html", ".png"}
@@ -59,6 +62,30 @@ class ConformanceModule(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """SGD with momentum."""
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class SubspaceModule(SubspaceRoutingMixin, ConformanceModule):
+    """The same with LoRA subspaces in its first layers, all else frozen; tasks are told apart by where inputs lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projector[1] = nn.Identity()  # whose statistics would travel
+        add_subspaces(self, ["vision", "language"], rank=2)
+
+    def identity_features(self, batch: Any) -> Tensor:
+        """The inputs as they are, shape ``[B, 6]``."""
+        features: Tensor = batch[0]
+        return features
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD over the subspaces."""
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
+
+
+def base_of(method: type) -> type[L.LightningModule]:
+    """The module to try a method in."""
+    needs = method.card.needs  # type: ignore[attr-defined]
+    return SubspaceModule if "subspace layers" in needs else ConformanceModule
 
 
 def conformance_stream() -> TaskStream:
@@ -101,14 +128,14 @@ class Shell:
     Args:
         method: The class, with a card.
         run_dir: Folder for the run folders.
-        base: Module class to use; a mixin is put left of it.
+        base: Module class to use, by default that of :func:`base_of`; a mixin is put left of it.
     """
 
-    def __init__(self, method: type, run_dir: Path, base: type[L.LightningModule] = ConformanceModule) -> None:
+    def __init__(self, method: type, run_dir: Path, base: type[L.LightningModule] | None = None) -> None:
         self.method = method
         self.card = method.card  # type: ignore[attr-defined]
         self.run_dir = run_dir
-        self.base = base
+        self.base = base_of(method) if base is None else base
 
     def run(
         self,
@@ -133,7 +160,7 @@ class Shell:
         callbacks = [*pieces.pop("callbacks", []), *beside]
         trainer = FederatedTrainer(run_dir=self.run_dir / name, callbacks=callbacks, **pieces, **settings)
         trainer.fit(module, conformance_stream(), ckpt_path)
-        return Finished(trainer.run_dir, {key: value.clone() for key, value in module.state_dict().items()})
+        return Finished(trainer.run_dir, {key: value.clone() for key, value in _all_weights(module).items()})
 
     def make(self, arguments: dict[str, Any] | None = None) -> Any:
         """The method's object; of a mixin, a module that has it."""
@@ -148,9 +175,18 @@ class Shell:
         if isinstance(made, L.LightningModule):
             return made, {}
         torch.manual_seed(0)
-        if isinstance(made, Reducer | ServerStep):
+        if isinstance(made, Router | Reducer | ServerStep):
             return self.base(), {"aggregator": made}
         return self.base(), {"server_callbacks" if isinstance(made, ServerCallback) else "callbacks": [made]}
+
+
+def _all_weights(module: L.LightningModule) -> dict[str, Tensor]:
+    """The module's state, and the subspaces installed in it."""
+    banks = {name: layer.bank for name, layer in subspace_layers(module).items() if layer.bank is not None}
+    return {
+        **module.state_dict(),
+        **{f"{name}.bank.{i}": t for name, bank in banks.items() for i, t in enumerate(bank)},
+    }
 
 
 def _mixed(mixin: type, base: type) -> type:
@@ -217,4 +253,6 @@ def check_two_instances(shell: Shell, smoked: Finished) -> None:
 
 
 def _differences(first: Finished, second: Finished) -> list[str]:
-    return [name for name, value in first.weights.items() if not torch.equal(value, second.weights[name])]
+    names = first.weights.keys() | second.weights.keys()
+    pairs = {name: (first.weights.get(name), second.weights.get(name)) for name in names}
+    return sorted(n for n, (a, b) in pairs.items() if a is None or b is None or not torch.equal(a, b))
