@@ -54,7 +54,7 @@ class EpisodicMemory(ContinualCallback):
             return
         weights = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
         own = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in weights.values()])
-        parts = self._project(trainer, pl_module, own).split([p.numel() for p in weights.values()])
+        parts = torch.split(self._project(trainer, pl_module, own), [p.numel() for p in weights.values()])
         write_gradients(pl_module, {n: part.view_as(p) for (n, p), part in zip(weights.items(), parts, strict=True)})
 
     def _project(self, trainer: Any, pl_module: L.LightningModule, gradient: Tensor) -> Tensor:

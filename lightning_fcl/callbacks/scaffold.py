@@ -129,8 +129,9 @@ class SCAFFOLD(ContinualCallback):
         else:
             travel = self._travel(pl_module)
             end = weights_of(trainer, pl_module)
-            trees = [self.variate, self.server_variate, self._start, end]
-            moved = scaffold_variate(*({n: tree[n] for n in travel} for tree in trees), travel)  # type: ignore[call-arg]
+            trees = (self.variate, self.server_variate, self._start, end)
+            own, server, start, there = ({name: tree[name] for name in travel} for tree in trees)
+            moved = scaffold_variate(own, server, start, there, travel)
             new = {**self.variate, **moved}
         self._change = {name: new[name] - self.variate[name] for name in new}
         self.variate = new

@@ -222,8 +222,15 @@ class ClientJobs:
             self.hooks.call("on_task_end", context, self.engine.module)
             extra = self._extra(context)
         self._keep(info.client, context)
-        own = {"client": info.client, "num_examples": float(info.num_examples), "tensors": {}}
-        return [ClientUpdate(task=info.task, round=info.round, extra=extra, **own)] if extra else []
+        update = ClientUpdate(
+            client=info.client,
+            task=info.task,
+            round=info.round,
+            num_examples=float(info.num_examples),
+            tensors={},
+            extra=extra,
+        )
+        return [update] if extra else []
 
     lr_factor: Callable[[JobInfo], float] = staticmethod(lambda info: 1.0)
 

@@ -127,7 +127,7 @@ class _Channel:
         if self.callback.upload_reduction == "mean":
             total.div_(sum(weight for part in parts for weight in part["senders"]))
         self.dtypes = {name: getattr(torch, dtype) for name, _, dtype in head}
-        return {name: part.view(shape) for (name, shape, _), part in zip(head, total.split(sizes), strict=True)}
+        return {name: part.view(shape) for (name, shape, _), part in zip(head, torch.split(total, sizes), strict=True)}
 
 
 def check_upload(callback: ContinualCallback, extra: Mapping[str, Any]) -> None:
