@@ -39,7 +39,8 @@ class GradientElsewhere(ContinualCallback):
     @override
     def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         check_side_pass(trainer, pl_module, type(self).__name__)
-        check_stands_first(trainer, self)
+        if self.radius > 0:
+            check_stands_first(trainer, self)
         self._window: list[Batch] = []
 
     @override

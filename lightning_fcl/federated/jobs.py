@@ -24,7 +24,7 @@ from lightning_fcl.federated.hooks import HookTable
 from lightning_fcl.federated.state import RoundState
 from lightning_fcl.federated.uploads import check_upload
 from lightning_fcl.serialize import clone_tree
-from lightning_fcl.types import ClientUpdate, Metrics
+from lightning_fcl.types import ClientUpdate, Metrics, Params
 
 
 @dataclass
@@ -189,12 +189,9 @@ class ClientJobs:
         engine.read(self._row)
         if not all_finite(self._row):
             raise FloatingPointError("the weights after local training hold NaN or infinite values")
-        update = ClientUpdate(
-            client=info.client,
-            task=info.task,
-            round=info.round,
-            num_examples=float(info.num_examples),
-            tensors={**self._row_views, **engine.get_tensors(engine.layout.counters)},
+        update = _update_of(
+            info,
+            {**self._row_views, **engine.get_tensors(engine.layout.counters)},
             metrics=engine.mean_over_ranks(context._log.reduced()),
             flat=self._row,
         )
@@ -222,15 +219,7 @@ class ClientJobs:
             self.hooks.call("on_task_end", context, self.engine.module)
             extra = self._extra(context)
         self._keep(info.client, context)
-        update = ClientUpdate(
-            client=info.client,
-            task=info.task,
-            round=info.round,
-            num_examples=float(info.num_examples),
-            tensors={},
-            extra=extra,
-        )
-        return [update] if extra else []
+        return [_update_of(info, {}, extra=extra)] if extra else []
 
     lr_factor: Callable[[JobInfo], float] = staticmethod(lambda info: 1.0)
 
@@ -339,6 +328,11 @@ def warn_failures(outcomes: Iterable[Outcome], global_round: int) -> None:
                 f"round {global_round}: client {failure.client} dropped ({failure.reason}): {failure.detail}",
                 category=UserWarning,
             )
+
+
+def _update_of(info: JobInfo, tensors: Params, **options: Any) -> ClientUpdate:
+    origin = {"client": info.client, "task": info.task, "round": info.round}
+    return ClientUpdate(**origin, num_examples=float(info.num_examples), tensors=tensors, **options)
 
 
 def _failure(info: JobInfo, error: Exception) -> Failure:
