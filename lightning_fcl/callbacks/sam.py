@@ -55,8 +55,11 @@ class GradientElsewhere(ContinualCallback):
     ) -> None:
         if self.radius == 0:
             return
+        offsets = self._offsets(trainer, pl_module)
+        if not any(bool(offset.any()) for offset in offsets.values()):
+            return  # the gradient is there already, with the same dropout
         scale = 1.0 / trainer.accumulate_grad_batches
-        with moved(pl_module, self._offsets(trainer, pl_module)):
+        with moved(pl_module, offsets):
             gradients = side_gradients(trainer, pl_module, self._window, scale=scale)
         write_gradients(pl_module, gradients)
 
