@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_fcl.aggregators import TSGA as TSGA
     from lightning_fcl.aggregators import Chain as Chain
+    from lightning_fcl.aggregators import FedACG as FedACG
+    from lightning_fcl.aggregators import FedAdagrad as FedAdagrad
+    from lightning_fcl.aggregators import FedAdam as FedAdam
     from lightning_fcl.aggregators import FedAvg as FedAvg
+    from lightning_fcl.aggregators import FedAvgM as FedAvgM
+    from lightning_fcl.aggregators import FedExP as FedExP
+    from lightning_fcl.aggregators import FedYogi as FedYogi
     from lightning_fcl.aggregators import ServerProximal as ServerProximal
+    from lightning_fcl.aggregators import WeightAverage as WeightAverage
     from lightning_fcl.callbacks import AGEM as AGEM
     from lightning_fcl.callbacks import EWC as EWC
     from lightning_fcl.callbacks import GEM as GEM
@@ -42,13 +49,19 @@ _HOMES = {
     "DualBranchMixin": "mixins",
     "EWC": "callbacks",
     "FaultInjector": "callbacks",
+    "FedACG": "aggregators",
     "FedASAM": "callbacks",
+    "FedAdagrad": "aggregators",
+    "FedAdam": "aggregators",
     "FedAvg": "aggregators",
+    "FedAvgM": "aggregators",
     "FedCurv": "callbacks",
     "FedDyn": "callbacks",
+    "FedExP": "aggregators",
     "FedProx": "callbacks",
     "FedSAM": "callbacks",
     "FedSOL": "callbacks",
+    "FedYogi": "aggregators",
     "FederatedTrainer": "federated.trainer",
     "GEM": "callbacks",
     "PartitionPlan": "data",
@@ -60,6 +73,7 @@ _HOMES = {
     "ServerProximal": "aggregators",
     "TSGA": "aggregators",
     "TaskStream": "data",
+    "WeightAverage": "aggregators",
     "fsdp2": "federated.engines.fsdp2",
 }
 __all__ = list(_HOMES)

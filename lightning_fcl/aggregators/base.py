@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -28,6 +28,10 @@ class RoundStats:
         clients: Ids of the clients whose updates were accepted, ascending.
         num_examples: Their training examples, in the same order.
         total_clients: Clients in the stream.
+        rounds: Rounds that this task has.
+        weights: What the reducer weighs each client by, in the same order, not normalised.
+        square_norms: Squared length of each client's delta over the parameters (float buffers do not count), formed in
+            float64, in the same order; empty unless a step of the chain sets ``uses_square_norms``.
         lone: The only accepted client's new weights if there is exactly one, shape ``[P]``; else ``None``.
         logs: A rule writes numbers here that belong into the round's log, e.g. ``logs["round/pull"] = 0.1``.
     """
@@ -39,6 +43,9 @@ class RoundStats:
     clients: tuple[int, ...]
     num_examples: tuple[float, ...]
     total_clients: int
+    rounds: int = 1
+    weights: tuple[float, ...] = ()
+    square_norms: tuple[float, ...] = ()
     lone: Tensor | None = None
     logs: dict[str, float] = field(default_factory=dict)
 
@@ -50,7 +57,7 @@ class Gather(Protocol):
         """Everybody's nodes.
 
         Args:
-            nodes: Float64 tensors of this rank.
+            nodes: Float tensors of this rank; each keeps its dtype.
             like: A tensor of their shape; by default that of the flat vector.
         """
 
@@ -94,7 +101,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def partials(self) -> dict[Node, Tensor]:
-        """This rank's part of the result: float64 tensors of shape ``[P]`` by node."""
+        """This rank's part of the result: float tensors of shape ``[P]`` by node; each keeps its dtype on the way."""
 
     @abstractmethod
     def finish(self, partials: Mapping[Node, Tensor], stats: RoundStats) -> Tensor:
@@ -120,6 +127,14 @@ class Reducer(ABC):
         """
         return self.finish(gather(self.partials()), stats)
 
+    def weights(self, num_examples: tuple[float, ...]) -> tuple[float, ...]:
+        """What it weighs the accepted clients by, not normalised; all alike by default.
+
+        Args:
+            num_examples: Their training examples.
+        """
+        return (1.0,) * len(num_examples)
+
     def lone_row(self) -> Tensor | None:
         """The row last added on this rank, shape ``[P]``, if the delta of a single client is its own, unscaled.
 
@@ -133,7 +148,17 @@ class ServerStep(ABC):
 
     Steps of a chain run one after another: each gets the delta that the one before returned, and the last one's delta
     is added to the global weights in float64 and rounded once.
+
+    The weights that clients start from and those that are evaluated may differ from the global weights: see
+    :meth:`broadcast` and :meth:`output`.
+
+    Attributes:
+        uses_square_norms: Set to ``True`` on a subclass to find ``stats.square_norms`` filled.
+        closes_chain: Set to ``True`` on a subclass that must see the delta that is applied, so that no step may follow.
     """
+
+    uses_square_norms: ClassVar[bool] = False
+    closes_chain: ClassVar[bool] = False
 
     def default_reducer(self) -> Reducer:
         """The reducer to use when the user names none."""
@@ -165,6 +190,31 @@ class ServerStep(ABC):
         Returns:
             The delta to apply, shape ``[P]``, float64, and the new state.
         """
+
+    def broadcast(self, params: Tensor, state: Any, *, task: int) -> Tensor:
+        """The weights that the next round's clients start from; deltas are counted from there.
+
+        Args:
+            params: Global weights, or what the step before it sends; shape ``[P]``; not to be changed.
+            state: What :meth:`init` or the last :meth:`apply` returned.
+            task: The next round's task, from 0.
+
+        Returns:
+            Shape ``[P]``, any float dtype; ``params`` itself by default.
+        """
+        return params
+
+    def output(self, params: Tensor, state: Any) -> Tensor:
+        """The weights to evaluate, to show to server callbacks and to leave in the module; training does not see them.
+
+        Args:
+            params: Global weights, or what the step before it puts out; shape ``[P]``; not to be changed.
+            state: What :meth:`init` or the last :meth:`apply` returned.
+
+        Returns:
+            Shape ``[P]``, any float dtype; ``params`` itself by default.
+        """
+        return params
 
 
 def step_size(lr: StepSize, task: int) -> float:

@@ -57,9 +57,25 @@ class Chain:
                     f"`Chain` must hold its reducer in first place, got {type(rule).__name__} in place {place}. "
                     "A reducer merges updates; after it there is only one."
                 )
+            if getattr(rule, "closes_chain", False) and place + 1 < len(rules):
+                raise MisconfigurationError(
+                    f"`Chain` must hold {type(rule).__name__} in last place, got {type(rules[place + 1]).__name__} "
+                    "behind it: it has to see the delta that is applied."
+                )
         self.steps: list[ServerStep] = [rule for rule in rules if isinstance(rule, ServerStep)]
         first = [rule for rule in rules if isinstance(rule, Reducer)] or [s.default_reducer() for s in self.steps[:1]]
         self.reducer: Reducer = first[0] if first else FedAvg()
+        apart = [step for step in self.steps if _sends_or_shows_others(type(step))]
+        if self.router is not None and apart:
+            raise MisconfigurationError(
+                f"`Chain` must not hold {type(apart[0]).__name__} behind a router: what it sends or shows beside the "
+                "global weights is kept once, not per slot."
+            )
+
+    @property
+    def uses_square_norms(self) -> bool:
+        """Whether a step asks for the clients' ``square_norms``."""
+        return any(step.uses_square_norms for step in self.steps)
 
     def init(self, params: Tensor) -> list[Any]:
         """States of the steps before the first round."""
@@ -86,6 +102,24 @@ class Chain:
             delta, new_state = _checked(step, step.apply(params, delta, stats, state), params)
             new_states.append(new_state)
         return (params.double() + delta).to(params.dtype), new_states
+
+    def broadcast(self, params: Tensor, states: Sequence[Any], *, task: int) -> Tensor:
+        """The weights that clients start from, in the dtype of ``params``; itself if no step changes it."""
+        sent = params
+        for step, state in zip(self.steps, states, strict=True):
+            sent = step.broadcast(sent, state, task=task)
+        return sent.to(params.dtype)
+
+    def output(self, params: Tensor, states: Sequence[Any]) -> Tensor:
+        """The weights to evaluate, in the dtype of ``params``; itself if no step changes it."""
+        shown = params
+        for step, state in zip(self.steps, states, strict=True):
+            shown = step.output(shown, state)
+        return shown.to(params.dtype)
+
+
+def _sends_or_shows_others(kind: type[ServerStep]) -> bool:
+    return kind.broadcast is not ServerStep.broadcast or kind.output is not ServerStep.output
 
 
 def _checked(step: ServerStep, result: Any, params: Tensor) -> tuple[Tensor, Any]:

@@ -70,10 +70,13 @@ class FedAvg(Reducer):
 
     @override
     def finish(self, partials: Mapping[Node, Tensor], stats: RoundStats) -> Tensor:
-        total = sum(stats.num_examples) if self.weighting == "samples" else float(len(stats.clients))
-        delta = merge_nodes(partials).div_(total)
+        delta = merge_nodes(partials).div_(sum(self.weights(stats.num_examples)))
         lr = step_size(self.lr, stats.task)
         return delta if lr == 1.0 else delta.mul_(lr)
+
+    @override
+    def weights(self, num_examples: tuple[float, ...]) -> tuple[float, ...]:
+        return num_examples if self.weighting == "samples" else super().weights(num_examples)
 
     @override
     def lone_row(self) -> Tensor | None:

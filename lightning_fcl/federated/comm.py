@@ -57,7 +57,7 @@ class Ranks:
         """The nodes of all ranks.
 
         Args:
-            nodes: This rank's float64 tensors.
+            nodes: This rank's float tensors.
             like: A tensor of their shape.
 
         Returns:
@@ -66,11 +66,12 @@ class Ranks:
         if self.world == 1:
             return dict(nodes)
         merged: dict[Node, Tensor] = {}
-        for source, names in enumerate(self.gather_json(sorted(nodes))):
-            for level, index in names:
+        names = [[*node, str(nodes[node].dtype).removeprefix("torch.")] for node in sorted(nodes)]
+        for source, found in enumerate(self.gather_json(names)):
+            for level, index, dtype in found:
                 key = (level, index)
                 own = nodes.get(key) if source == self.rank else None
-                value = own if own is not None else torch.empty_like(like, dtype=torch.float64)
+                value = own if own is not None else torch.empty_like(like, dtype=getattr(torch, dtype))
                 torch.distributed.broadcast(value, src=source)
                 merged[key] = value
         return merged

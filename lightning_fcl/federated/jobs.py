@@ -55,6 +55,7 @@ class Outcome:
         metrics: Means of what it logged.
         failures: What went wrong on the way, retries included.
         raised: The error text if the policy is to raise.
+        square_norm: Squared length of its delta over the parameters, if a server step asks for it.
     """
 
     client: int
@@ -63,6 +64,7 @@ class Outcome:
     metrics: Metrics = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     raised: str | None = None
+    square_norm: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -17,6 +17,7 @@ from lightning_fcl.federated.guard import UpdateGuard, all_finite
 from lightning_fcl.federated.jobs import ClientJobs, Failure, Outcome, pack_update
 from lightning_fcl.federated.state import RoundState
 from lightning_fcl.federated.uploads import Uploads
+from lightning_fcl.functional.mean import delta_dot
 from lightning_fcl.serialize import dump_tree, load_bytes
 from lightning_fcl.types import ClientUpdate, Metrics
 
@@ -47,22 +48,27 @@ class RoundRunner:
         """States of the server steps before the first round."""
         return self.chain.init(state.params)
 
+    def shown(self, state: RoundState, states: list[Any]) -> Tensor:
+        """The weights to evaluate: the global ones, or what a server step puts in their place."""
+        return self.chain.output(state.params, states)
+
     def install(self, state: RoundState) -> None:
         """Put into the module what beside the global weights is evaluated; without a router, nothing."""
 
-    def train(self, state: RoundState, infos: list[JobInfo]) -> list[Outcome]:
+    def train(self, state: RoundState, infos: list[JobInfo], states: list[Any]) -> list[Outcome]:
         """Local training of all sampled clients; this rank takes its contiguous share.
 
         Args:
             state: The run's state; ``sampled`` is ascending.
             infos: One per sampled client, in that order.
+            states: States of the server steps, which say what clients start from.
 
         Returns:
             Outcomes of all clients of all ranks, ascending.
         """
         owned = self.ranks.share(len(infos))
         self.positions = {info.client: place for place, info in enumerate(infos)}
-        self._start(state, owned)
+        self._start(state, owned, states)
         self.counters: dict[str, Tensor] = {}
         self.uploads.start(len(infos), owned)
         guard = UpdateGuard(
@@ -116,16 +122,26 @@ class RoundRunner:
         owner.num_examples = float(update.num_examples)
         row = pack_update(update, self.engine, self._scratch)
         self._add(update.client, row, owner.num_examples)
+        if self.chain.uses_square_norms:
+            trained = slice(self.engine.layout.num_params)
+            owner.square_norm = delta_dot(row[trained], self._start_of(update.client)[trained])
         if not self.counters:
             self.counters = {name: update.tensors[name].clone() for name in self.engine.layout.counters}
         self.uploads.add(self.positions[update.client], update.client, update.extra, owner.num_examples)
 
-    def _start(self, state: RoundState, owned: range) -> None:
-        self.chain.reducer.start(state.params, len(self.positions), owned)
+    def _start(self, state: RoundState, owned: range, states: list[Any]) -> None:
+        self._sent = self.chain.broadcast(state.params, states, task=state.task)
+        if self._sent is not state.params:
+            self._round_slots(self._sent)
+        self.chain.reducer.start(self._sent, len(self.positions), owned)
+
+    def _start_of(self, client: int) -> Tensor:
+        """The weights that ``client`` trained from."""
+        return self._sent
 
     def _download(self, state: RoundState, client: int) -> RoundState:
         """The state with the weights that ``client`` starts from."""
-        return state
+        return state if state.phase == "boundary" else replace(state, params=self._start_of(client))
 
     def _add(self, client: int, row: Tensor, num_examples: float) -> None:
         self.chain.reducer.add(self.positions[client], row, num_examples)
@@ -152,7 +168,7 @@ class RoundRunner:
             state: Changed in place: ``params``, ``counters``, ``metrics``.
             outcomes: Of all ranks; at least one is accepted.
             states: States of the server steps.
-            facts: ``num_tasks`` and ``total_clients``.
+            facts: ``num_tasks``, ``total_clients`` and ``rounds`` (of this task).
 
         Returns:
             The new states of the server steps.
@@ -170,9 +186,21 @@ class RoundRunner:
 
     def _merge(self, state: RoundState, accepted: list[Outcome], stats: RoundStats, states: list[Any]) -> list[Any]:
         reducer = self.chain.reducer
-        stats = replace(stats, lone=self._lone_row(reducer, accepted))
+        stats = self._group(stats, reducer, accepted)
         state.params, states = self._new_weights(state.params, reducer, stats, states)
         return states
+
+    def _group(self, stats: RoundStats, reducer: Reducer, accepted: list[Outcome]) -> RoundStats:
+        """The facts of the clients that are merged together."""
+        num_examples = tuple(outcome.num_examples for outcome in accepted)
+        return replace(
+            stats,
+            clients=tuple(outcome.client for outcome in accepted),
+            num_examples=num_examples,
+            weights=reducer.weights(num_examples),
+            square_norms=tuple(o.square_norm for o in accepted) if self.chain.uses_square_norms else (),
+            lone=self._lone_row(reducer, accepted),
+        )
 
     def _new_weights(
         self, params: Tensor, reducer: Reducer, stats: RoundStats, states: list[Any]

@@ -68,6 +68,10 @@ class RoutedRounds(RoundRunner):
         return []
 
     @override
+    def shown(self, state: RoundState, states: list[Any]) -> Tensor:
+        return state.params
+
+    @override
     def install(self, state: RoundState) -> None:
         assert state.slots is not None
         weights, known = state.slots.weights, self._installed
@@ -84,10 +88,10 @@ class RoutedRounds(RoundRunner):
     # -- before training ---------------------------------------------------------------------------------------------
 
     @override
-    def train(self, state: RoundState, infos: list[JobInfo]) -> list[Outcome]:
+    def train(self, state: RoundState, infos: list[JobInfo], states: list[Any]) -> list[Outcome]:
         self.install(state)
         lost = self._route(state, infos)
-        outcomes = super().train(state, [info for info in infos if info.client in self._routes])
+        outcomes = super().train(state, [info for info in infos if info.client in self._routes], states)
         return sorted([*outcomes, *lost], key=lambda outcome: outcome.client)
 
     @override
@@ -176,7 +180,7 @@ class RoutedRounds(RoundRunner):
     # -- one round per slot ------------------------------------------------------------------------------------------
 
     @override
-    def _start(self, state: RoundState, owned: range) -> None:
+    def _start(self, state: RoundState, owned: range, states: list[Any]) -> None:
         clients = list(self.positions)
         self._members = {}
         for client in clients:
@@ -190,8 +194,12 @@ class RoutedRounds(RoundRunner):
         self._common = TreeSum(self._pick(state.params), len(clients), owned) if self._shared else None
 
     @override
+    def _start_of(self, client: int) -> Tensor:
+        return self._weights[self._routes[client]]
+
+    @override
     def _download(self, state: RoundState, client: int) -> RoundState:
-        return replace(state, params=self._weights[self._routes[client]])
+        return replace(state, params=self._start_of(client))
 
     @override
     def _add(self, client: int, row: Tensor, num_examples: float) -> None:
@@ -214,13 +222,7 @@ class RoutedRounds(RoundRunner):
         for slot in sorted({self._routes[outcome.client] for outcome in accepted}):
             group = [outcome for outcome in accepted if self._routes[outcome.client] == slot]
             reducer, start = self._reducer(slot), self._weights[slot]
-            own = replace(
-                stats,
-                clients=tuple(outcome.client for outcome in group),
-                num_examples=tuple(outcome.num_examples for outcome in group),
-                lone=self._lone_row(reducer, group),
-                logs={},
-            )
+            own = replace(self._group(stats, reducer, group), logs={})
             before = old.steps[slot] if slot < len(old.steps) else self.chain.init(start)
             vector, after = self._new_weights(start, reducer, own, before)
             if slot < len(old.weights):

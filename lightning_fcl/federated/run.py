@@ -136,7 +136,7 @@ class Run:
         trainer, state = self.trainer, self.state
         started = time.perf_counter()
         self.seconds = dict.fromkeys(("train", "aggregate", "evaluate", "commit", "server"), 0.0)
-        rounds = trainer.rounds_of(task)
+        self.facts["rounds"] = rounds = trainer.rounds_of(task)
         state.task, state.round = task, unit
         state.phase = "train" if unit < rounds else "boundary"
         state.metrics = {}
@@ -171,7 +171,8 @@ class Run:
             self._server_event("on_round_start")
         self.jobs.broadcast = collect(trainer.server_callbacks, trainer)
         with self.timed("train"):
-            outcomes = self.rounds.train(state, [self._info(c, state.phase) for c in state.sampled])
+            infos = [self._info(c, state.phase) for c in state.sampled]
+            outcomes = self.rounds.train(state, infos, self.step_states)
         with self.timed("aggregate"):
             self._merge(outcomes)
         return outcomes
@@ -264,8 +265,8 @@ class Run:
         return 1.0 if self.trainer.lr_factor is None else float(self.trainer.lr_factor(info.task, info.round))
 
     def load_global(self) -> None:
-        """Put the global weights into the module, and a router's slots with them."""
-        self.engine.load(self.state.params)
+        """Put the weights to evaluate into the module, and a router's slots with them."""
+        self.engine.load(self.rounds.shown(self.state, self.step_states))
         self.engine.set_tensors({**self.state.counters, **self.jobs.fresh_local})
         self.rounds.install(self.state)
 

@@ -1,5 +1,9 @@
 """The maths: pure functions of tensors, usable in any training loop."""
 
+from lightning_fcl.functional.centres import centred_clipping as centred_clipping
+from lightning_fcl.functional.centres import clipping_shares as clipping_shares
+from lightning_fcl.functional.centres import geometric_median as geometric_median
+from lightning_fcl.functional.centres import median_shares as median_shares
 from lightning_fcl.functional.class_anchors import AnchorSet as AnchorSet
 from lightning_fcl.functional.class_anchors import anchor_confidence as anchor_confidence
 from lightning_fcl.functional.class_anchors import class_anchors as class_anchors
@@ -11,6 +15,9 @@ from lightning_fcl.functional.curves import ewma as ewma
 from lightning_fcl.functional.curves import rounds_to_best as rounds_to_best
 from lightning_fcl.functional.curves import rounds_to_target as rounds_to_target
 from lightning_fcl.functional.curves import top_k_mean as top_k_mean
+from lightning_fcl.functional.distances import mix as mix
+from lightning_fcl.functional.distances import square_distances as square_distances
+from lightning_fcl.functional.distances import tiles as tiles
 from lightning_fcl.functional.dual_branch import class_balanced_batch as class_balanced_batch
 from lightning_fcl.functional.dual_branch import local_branch_weight as local_branch_weight
 from lightning_fcl.functional.dual_branch import missing_rate as missing_rate
@@ -24,6 +31,11 @@ from lightning_fcl.functional.fedcurv import fedcurv_penalty_grad as fedcurv_pen
 from lightning_fcl.functional.feddyn import feddyn_dual as feddyn_dual
 from lightning_fcl.functional.feddyn import feddyn_grad as feddyn_grad
 from lightning_fcl.functional.feddyn import feddyn_server as feddyn_server
+from lightning_fcl.functional.fedexp import extrapolation as extrapolation
+from lightning_fcl.functional.fedopt import adaptive_step as adaptive_step
+from lightning_fcl.functional.fedopt import look_ahead as look_ahead
+from lightning_fcl.functional.fedopt import second_moment as second_moment
+from lightning_fcl.functional.fedopt import server_momentum as server_momentum
 from lightning_fcl.functional.fedsol import distillation_pull as distillation_pull
 from lightning_fcl.functional.fedsol import fedsol_offset as fedsol_offset
 from lightning_fcl.functional.fisher import fisher_diagonal as fisher_diagonal
@@ -36,6 +48,8 @@ from lightning_fcl.functional.identity_token import propose_threshold as propose
 from lightning_fcl.functional.identity_token import token_cosines as token_cosines
 from lightning_fcl.functional.identity_token import update_token as update_token
 from lightning_fcl.functional.image import psnr as psnr
+from lightning_fcl.functional.krum import krum_scores as krum_scores
+from lightning_fcl.functional.krum import krum_select as krum_select
 from lightning_fcl.functional.likelihood import LogLikelihood as LogLikelihood
 from lightning_fcl.functional.likelihood import classification_log_likelihood as classification_log_likelihood
 from lightning_fcl.functional.mean import delta_dot as delta_dot
@@ -43,6 +57,7 @@ from lightning_fcl.functional.mean import tree_sum as tree_sum
 from lightning_fcl.functional.mean import weighted_delta_sum as weighted_delta_sum
 from lightning_fcl.functional.mean import weighted_mean as weighted_mean
 from lightning_fcl.functional.moe_lora import moe_lora as moe_lora
+from lightning_fcl.functional.norm_bound import bound_factor as bound_factor
 from lightning_fcl.functional.orthogonal_lora import orthogonality_penalty as orthogonality_penalty
 from lightning_fcl.functional.orthogonal_lora import orthogonality_penalty_grad as orthogonality_penalty_grad
 from lightning_fcl.functional.params import axpy as axpy
@@ -58,6 +73,8 @@ from lightning_fcl.functional.per_class import per_class_summary as per_class_su
 from lightning_fcl.functional.proximal import proximal_blend as proximal_blend
 from lightning_fcl.functional.proximal import proximal_penalty as proximal_penalty
 from lightning_fcl.functional.proximal import proximal_penalty_grad as proximal_penalty_grad
+from lightning_fcl.functional.robust import coordinate_median as coordinate_median
+from lightning_fcl.functional.robust import trimmed_mean as trimmed_mean
 from lightning_fcl.functional.sam import asam_offset as asam_offset
 from lightning_fcl.functional.sam import sam_offset as sam_offset
 from lightning_fcl.functional.scaffold import scaffold_server as scaffold_server
@@ -81,3 +98,5 @@ from lightning_fcl.functional.tsga import similarity_scores as similarity_scores
 from lightning_fcl.functional.tsga import similarity_threshold as similarity_threshold
 from lightning_fcl.functional.tsga import tsga as tsga
 from lightning_fcl.functional.tsga import tsga_weights as tsga_weights
+from lightning_fcl.functional.weight_average import cyclic_factor as cyclic_factor
+from lightning_fcl.functional.weight_average import running_mean as running_mean

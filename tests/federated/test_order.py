@@ -4,7 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fcl.aggregators import TSGA, Chain, FedAvg, ServerProximal
+from lightning_fcl.aggregators import (
+    TSGA,
+    Chain,
+    FedACG,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedExP,
+    MultiKrum,
+    NormBound,
+    ServerProximal,
+    WeightAverage,
+)
 from lightning_fcl.callbacks import EWC, ClientProximal, FedProx, RoundEarlyStopping
 from tests.helpers.toy import assert_same_bits, make_toy, state_of, toy_stream, toy_trainer
 
@@ -16,6 +28,9 @@ CASES = {
     "chain": {"aggregator": Chain(FedAvg(lr=0.5), ServerProximal(0.3, bn_stats="current"))},
     "tsga": {"aggregator": TSGA("auto")},
     "tsga in a chain": {"aggregator": [TSGA(0.3, weighting="soft", only="net.*.weight"), ServerProximal(0.3)]},
+    "server steps": {"aggregator": Chain(NormBound(0.5), FedAdam(0.05), FedAvgM(0.5), WeightAverage(0.0))},
+    "extrapolation": {"aggregator": FedExP(0.0)},
+    "look-ahead and Krum": {"aggregator": Chain(MultiKrum(1), FedACG(0.8))},
     "prox": {"callbacks": [FedProx(0.1)]},
     "special-c": {"callbacks": [ClientProximal(0.1)]},
     "ewc": {"callbacks": [EWC(5.0)]},
