@@ -42,7 +42,7 @@ class NormBound(FedAvg):
         paper="Sun et al., 2019",
         url="https://arxiv.org/abs/1911.07963",
         functions=("bound_factor", "delta_dot"),
-        smoke={"bound": 0.1},
+        smoke={"bound": 0.01},
         neutral={"bound": 1e12, "weighting": "samples"},
     )
 

@@ -241,7 +241,7 @@ class CentredClipping(RowReducer):
         paper="Karimireddy, He & Jaggi, ICML 2021",
         url="https://arxiv.org/abs/2012.10333",
         functions=("centred_clipping", "clipping_shares"),
-        smoke={"radius": 0.1},
+        smoke={"radius": 0.01},
     )
 
     def __init__(self, radius: float, *, iterations: int = 3) -> None:

@@ -12,6 +12,7 @@ from lightning_fcl.data.class_split import ClassOrder, class_groups, split_sourc
 from lightning_fcl.data.partition import check_at_least
 from lightning_fcl.data.plan import PartitionPlan
 from lightning_fcl.data.planning import LoaderOptions, StreamOptions, check_agrees, draw_plan
+from lightning_fcl.data.pooling import cumulative, joint, pooled
 from lightning_fcl.data.schedule import ScheduleLike
 from lightning_fcl.data.sources import Batching, as_source, as_sources
 from lightning_fcl.data.split import Partition
@@ -199,8 +200,36 @@ class TaskStream:
         Raises:
             ValueError: If the schedule or the lag is malformed.
         """
+        return self._with(self.plan.with_schedule(schedule, lag=lag))
+
+    def pooled(self) -> "TaskStream":
+        """The same tasks, owned by one client: sequential fine-tuning, the lower bound without a federation.
+
+        Returns:
+            A new stream; use ``clients_per_round=1``.
+
+        Raises:
+            DatasetError: If clients train on different sets in a stage.
+        """
+        return self._with(pooled(self.plan))
+
+    def joint(self) -> "TaskStream":
+        """All tasks of all clients in one stage of one client: centralised training, the upper bound.
+
+        The evaluation sets stay apart, so the score matrix has one row.
+
+        Returns:
+            A new stream; use ``clients_per_round=1``. Sets are joined in the order of the tasks, batches drawn from all.
+        """
+        return self._with(joint(self.plan))
+
+    def cumulative(self) -> "TaskStream":
+        """Every client keeps what it has had: in each stage it trains on all of its data so far, the federated bound."""
+        return self._with(cumulative(self.plan))
+
+    def _with(self, plan: PartitionPlan) -> "TaskStream":
         stream = copy(self)
-        stream.plan = self.plan.with_schedule(schedule, lag=lag)
+        stream.plan = plan
         return stream
 
     def __len__(self) -> int:
