@@ -159,9 +159,22 @@ def _report(parser: _Parser, words: list[str]) -> None:
 
 
 def _compare(parser: _Parser, words: list[str]) -> None:
-    parser.add_argument("run_dirs", type=str, nargs="+", help="Run folders, or folders that hold some.")
-    parser.add_argument("--out", type=str | None, help="Folder for comparison.md and comparison.html.")
+    parser.add_argument("run_dirs", type=str, nargs="*", help="Run folders, or folders that hold some.")
+    parser.add_argument("--out", type=str | None, help="Folder for comparison.md and comparison.html, and for a suite.")
+    parser.add_argument("--suite", type=str | None, help="Run this first: fedadb, special or fedcmm.")
+    parser.add_argument("--methods", type=list[str] | None, help="Methods of the suite, e.g. '[FedAvg, FedACG]'.")
+    parser.add_argument("--clients", type=int | None, help="Clients in the suite; by default the paper's number.")
+    parser.add_argument("--rounds", type=int | None, help="Rounds per task; by default `scale` times the paper's.")
+    parser.add_argument("--seeds", type=int, default=3, help="Seeds, counted from 0.")
+    parser.add_argument("--scale", type=float, default=0.2, help="Share of the paper's rounds.")
+    parser.add_argument("--data-dir", type=str | None, help="Folder of real data; by default scikit-learn's digits.")
+    parser.add_argument("--devices", type=int, default=1, help="Processes that share the clients of a round.")
     config = parser.parse_args(words)
+    if config.suite is not None:
+        _run_suite(parser, config)
+        return
+    if not config.run_dirs:
+        parser.error("the following arguments are required: run_dirs, or --suite and --out.")
 
     from lightning_fcl.reports.comparison import compare
 
@@ -174,8 +187,26 @@ def _compare(parser: _Parser, words: list[str]) -> None:
         print(f"comparison: {comparison.save(Path(config.out))}")
 
 
+def _run_suite(parser: _Parser, config: Namespace) -> None:
+    if config.out is None or config.run_dirs:
+        parser.error("`--suite` must come with --out, its folder, and without other run folders.")
+
+    from lightning.fabric.utilities import rank_zero_only
+
+    from lightning_fcl.suites import SUITES, Sizes, run_suite
+
+    if config.suite not in SUITES:
+        parser.error(f"`--suite` must be one of {', '.join(SUITES)}, got {config.suite!r}.")
+    suite, folder = SUITES[config.suite], Path(config.out)
+    sizes = Sizes(clients=config.clients, rounds=config.rounds, scale=config.scale)
+    data_dir = None if config.data_dir is None else Path(config.data_dir)
+    options = {"methods": config.methods, "seeds": config.seeds, "data_dir": data_dir, "devices": config.devices}
+    comparison = run_suite(suite, folder, sizes=sizes, **options)
+    rank_zero_only(print)(suite.about, comparison, f"comparison: {folder / 'comparison.html'}", sep="\n")
+
+
 _COMMANDS: Final[dict[str, tuple[Callable[[_Parser, list[str]], None], str]]] = {
     "fit": (_fit, "Train a module over a stream of tasks."),
     "report": (_report, "Draw the figures and the page of a run anew, and print its table."),
-    "compare": (_compare, "Compare methods over runs: mean and standard deviation over seeds."),
+    "compare": (_compare, "Compare methods over runs or run a suite of them: mean and deviation over seeds."),
 }

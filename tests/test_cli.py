@@ -201,7 +201,12 @@ def test_modules_in_the_working_folder_are_found(config, fcl):
         (["fit", "--config", "x.yaml", "--stream.tsks", "2"], 'lightning-fcl fit: Parser key "stream"'),
         (["report"], "lightning-fcl report: the following arguments are required: run_dir"),
         (["report", "nowhere"], "lightning-fcl report: `run_dir` must hold report.json, got 'nowhere'"),
-        (["compare"], "lightning-fcl compare: the following arguments are required: run_dirs"),
+        (["compare"], "lightning-fcl compare: the following arguments are required: run_dirs, or --suite and --out."),
+        (["compare", "--suite", "special"], "lightning-fcl compare: `--suite` must come with --out, its folder"),
+        (
+            ["compare", "--suite", "x", "--out", "y"],
+            "lightning-fcl compare: `--suite` must be one of fedadb, special, fedcmm",
+        ),
         (["compare", "nowhere"], "lightning-fcl compare: `run_dirs` must hold report.json, got 'nowhere'"),
     ],
 )

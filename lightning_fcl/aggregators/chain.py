@@ -172,4 +172,5 @@ def chain_of(aggregator: "Rule | Chain | Sequence[Rule] | None", callbacks: Sequ
     given = as_chain(aggregator)
     if given.router is not None:
         routers = []
-    return Chain(*routers, *given.rules, *steps) if routers or steps else given
+    behind = sorted([*given.rules, *steps], key=lambda rule: getattr(rule, "closes_chain", False))  # stable
+    return Chain(*routers, *behind) if routers or steps else given

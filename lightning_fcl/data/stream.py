@@ -219,12 +219,12 @@ class TaskStream:
         The evaluation sets stay apart, so the score matrix has one row.
 
         Returns:
-            A new stream; use ``clients_per_round=1``. Sets are joined in the order of the tasks, batches drawn from all.
+            A new stream; use ``clients_per_round=1``. Sets are joined in the order of the tasks, and shuffled as one.
         """
         return self._with(joint(self.plan))
 
     def cumulative(self) -> "TaskStream":
-        """Every client keeps what it has had: in each stage it trains on all of its data so far, the federated bound."""
+        """Every client keeps what it had: in each stage it trains on all of its data so far, the federated bound."""
         return self._with(cumulative(self.plan))
 
     def _with(self, plan: PartitionPlan) -> "TaskStream":

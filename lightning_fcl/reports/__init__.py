@@ -2,6 +2,8 @@
 
 from lightning_fcl.reports.comparison import Comparison as Comparison
 from lightning_fcl.reports.comparison import compare as compare
+from lightning_fcl.reports.published import FEDADB_SILO as FEDADB_SILO
+from lightning_fcl.reports.published import FEDCMM_PHEME as FEDCMM_PHEME
 from lightning_fcl.reports.published import SPECIAL_DIGIT10 as SPECIAL_DIGIT10
 from lightning_fcl.reports.published import PublishedTable as PublishedTable
 from lightning_fcl.reports.run_report import RunReport as RunReport

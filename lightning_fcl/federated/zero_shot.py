@@ -1,0 +1,44 @@
+"""What a module can do before any training, as a run report."""
+
+import time
+from typing import TYPE_CHECKING
+
+import lightning as L
+import torch
+
+from lightning_fcl.federated.describe import describe
+from lightning_fcl.federated.evaluate import pick_score
+from lightning_fcl.federated.session import settings_of
+from lightning_fcl.reports.run_report import RunReport
+
+if TYPE_CHECKING:
+    from lightning_fcl.data.stream import TaskStream
+    from lightning_fcl.federated.trainer import FederatedTrainer
+
+
+def zero_shot(trainer: "FederatedTrainer", module: L.LightningModule, stream: "TaskStream") -> RunReport:
+    """Evaluate ``module`` as it is on every evaluation set of ``stream``.
+
+    Args:
+        trainer: Its ``run_dir`` gets the report, under the trainer's ``method`` and ``seed``.
+        module: The module, with the weights to evaluate.
+        stream: Its evaluation sets are used.
+
+    Returns:
+        The report, saved: a score matrix with one row, and no figure that would need training.
+    """
+    started = time.perf_counter()
+    metrics = trainer.validate(module, stream)
+    score = pick_score(trainer.score, metrics[0])
+    report = RunReport(
+        run_dir=trainer.run_dir,
+        method=trainer.method,
+        accuracy=torch.tensor([[column[score] for column in metrics]], dtype=torch.float64),
+        names=stream.names,
+        seed=trainer.seed,
+        score=score,
+        config={"trainer": settings_of(trainer), "stream": describe(stream.summary())},
+        wall_seconds=time.perf_counter() - started,
+    )
+    report.save()
+    return report
