@@ -338,11 +338,7 @@ def _update_of(info: JobInfo, tensors: Params, **options: Any) -> ClientUpdate:
 
 
 def _failure(info: JobInfo, error: Exception) -> Failure:
-    if isinstance(error, TimeoutError):
-        reason = "timeout"
-    elif isinstance(error, FloatingPointError):
-        reason = "diverged"
-    else:
-        reason = type(error).__name__
+    named = {TimeoutError: "timeout", FloatingPointError: "diverged"}
+    reason = next((word for kind, word in named.items() if isinstance(error, kind)), type(error).__name__)
     text = str(error).strip().splitlines()
     return Failure(info.client, info.phase, reason, text[0] if text else reason)

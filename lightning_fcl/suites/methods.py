@@ -8,6 +8,7 @@ import lightning as L
 
 from lightning_fcl import aggregators as a
 from lightning_fcl import callbacks as c
+from lightning_fcl import mixins as m
 from lightning_fcl.aggregators.base import Reducer, ServerStep
 from lightning_fcl.aggregators.chain import Chain
 from lightning_fcl.callbacks.base import ServerCallback
@@ -68,5 +69,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "SI": lambda: Method(callbacks=[c.SI(0.1)]),
     "GEM": lambda: Method(callbacks=[c.GEM(64)]),
     "A-GEM": lambda: Method(callbacks=[c.AGEM(64)]),
+    # modules
+    "FedADB": lambda: Method(mixins=(m.DualBranchMixin,), server_callbacks=[c.ClassAnchors()]),
 }
 """What makes each method, by its name in tables; add a line to add a method to every suite."""
