@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lightning_fcl.aggregators import Chain, FedACG, FedAvg
+from lightning_fcl.aggregators import FedACG
 from lightning_fcl.callbacks import ContinualCallback, FedProx
 from lightning_fcl.exceptions import MisconfigurationError
-from tests.helpers.server import check_resumes, fit, run_rounds
+from tests.helpers.server import fit, run_rounds
 from tests.helpers.toy import assert_same_bits, make_toy, state_of, toy_stream, toy_trainer
 
 
@@ -84,11 +84,3 @@ def test_the_clients_half_pulls_to_what_was_sent(tmp_path):
         return sum((end[n] - start[n]).square().sum() for n in start if n.endswith(("weight", "bias")))
 
     assert distance(pulled) < 0.7 * distance(free)
-
-
-def test_neutral_setting_is_fedavg_bit_for_bit(tmp_path):
-    assert_same_bits(fit(tmp_path / "a", FedACG(0.0)), fit(tmp_path / "b", FedAvg("uniform")))
-
-
-def test_resumes_bit_for_bit(tmp_path):
-    check_resumes(tmp_path, lambda: Chain(FedAvg(), FedACG(0.85)))

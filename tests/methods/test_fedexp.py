@@ -1,7 +1,5 @@
 """FedExP: oracle values, the paper's round as a loop, and the facts that the loop hands to server steps."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,8 +9,8 @@ from lightning_fcl.aggregators import Chain, FedAvg, FedExP, ServerStep
 from lightning_fcl.callbacks import FaultInjector
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional import delta_dot, extrapolation, square_distances, tiles
-from tests.helpers.server import check_resumes, fit, stats_of
-from tests.helpers.toy import assert_same_bits, make_toy, toy_stream, toy_trainer
+from tests.helpers.server import stats_of
+from tests.helpers.toy import make_toy, toy_stream, toy_trainer
 
 rows = st.lists(st.tuples(*[st.floats(-5, 5)] * 3), min_size=1, max_size=6)
 
@@ -139,13 +137,3 @@ def test_the_loop_measures_every_accepted_update(tmp_path):
             expected = [sent[stats.task, stats.round, client] for client in stats.clients]
             assert stats.square_norms == pytest.approx(expected, rel=1e-12)
             assert stats.weights == (stats.num_examples if weighting == "samples" else (1.0,) * len(stats.clients))
-
-
-def test_neutral_setting_is_fedavg_bit_for_bit(tmp_path):
-    neutral = fit(tmp_path / "a", FedExP(**FedExP.card.neutral))
-    assert_same_bits(neutral, fit(tmp_path / "b", FedAvg("uniform")))
-
-
-def test_resumes_and_logs_its_step(tmp_path):
-    check_resumes(tmp_path, lambda: FedExP(0.0))
-    assert "round/extrapolation" in Path(tmp_path / "metrics.csv").read_text()

@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fcl.aggregators import Chain, FedAvg, ServerProximal, WeightAverage
+from lightning_fcl.aggregators import Chain, FedAvg, ServerProximal, TaskSubspaces, WeightAverage
+from lightning_fcl.aggregators.chain import chain_of
+from lightning_fcl.callbacks import FedDyn
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.layout import build_layout
 from lightning_fcl.functional import cyclic_factor, running_mean
-from tests.helpers.server import check_resumes, fit, run_rounds
+from tests.helpers.server import run_rounds
 from tests.helpers.toy import assert_same_bits, make_toy, state_of, toy_stream, toy_trainer
 
 
@@ -60,6 +62,13 @@ def test_bad_arguments():
         WeightAverage(every=0)
     with pytest.raises(MisconfigurationError, match="must hold WeightAverage in last place, got ServerProximal"):
         Chain(WeightAverage(), ServerProximal())
+    with pytest.raises(MisconfigurationError, match="must not hold WeightAverage behind a router"):
+        Chain(TaskSubspaces(), WeightAverage())
+
+
+def test_what_callbacks_bring_goes_before_it():
+    chain = chain_of(WeightAverage(), [FedDyn(0.1)])
+    assert [type(step).__name__ for step in chain.steps] == ["FedDynStep", "WeightAverage"]
 
 
 # -- in the loop ------------------------------------------------------------------------------------------------------
@@ -82,9 +91,3 @@ def test_the_module_ends_with_the_mean_and_training_does_not_see_it(tmp_path):
     assert_same_bits(state_of(plain), layout.views(ends[-1].float()))  # clients never saw the mean
     assert_same_bits(state_of(module), layout.views(((ends[-1] - ends[-2]) / 2 + ends[-2]).float()))
     assert report.method == "SWA"
-
-
-def test_resumes_bit_for_bit_in_a_chain(tmp_path):
-    whole = check_resumes(tmp_path / "a", lambda: Chain(FedAvg(), ServerProximal(0.2), WeightAverage(0.0)))
-    plain = fit(tmp_path / "b", Chain(FedAvg(), ServerProximal(0.2)))
-    assert any(not torch.equal(whole[name], plain[name]) for name in whole)
