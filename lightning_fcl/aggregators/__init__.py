@@ -6,6 +6,7 @@ from lightning_fcl.aggregators.base import RoundStats as RoundStats
 from lightning_fcl.aggregators.base import ServerStep as ServerStep
 from lightning_fcl.aggregators.chain import Chain as Chain
 from lightning_fcl.aggregators.fedavg import FedAvg as FedAvg
+from lightning_fcl.aggregators.lora_mean import LoRAMean as LoRAMean
 from lightning_fcl.aggregators.router import Probe as Probe
 from lightning_fcl.aggregators.router import Route as Route
 from lightning_fcl.aggregators.router import Router as Router
