@@ -105,7 +105,7 @@ def _save_adapter(layers: dict[str, SubspaceLinear], slot: int, path: Path, modu
     config = peft.LoraConfig(
         r=first.rank,
         lora_alpha=first.scaling * first.rank,  # PEFT divides by the rank of one adapter
-        lora_dropout=first.dropout.p,
+        lora_dropout=getattr(first.dropout, "p", 0.0),
         target_modules=sorted(layers),
         inference_mode=True,
         base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", "") or None,
