@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_fcl.aggregators import FedExP as FedExP
     from lightning_fcl.aggregators import FedYogi as FedYogi
     from lightning_fcl.aggregators import ServerProximal as ServerProximal
+    from lightning_fcl.aggregators import SubspaceRouter as SubspaceRouter
     from lightning_fcl.aggregators import WeightAverage as WeightAverage
     from lightning_fcl.callbacks import AGEM as AGEM
     from lightning_fcl.callbacks import EWC as EWC
@@ -30,13 +31,16 @@ if TYPE_CHECKING:
     from lightning_fcl.callbacks import FedProx as FedProx
     from lightning_fcl.callbacks import FedSAM as FedSAM
     from lightning_fcl.callbacks import FedSOL as FedSOL
+    from lightning_fcl.callbacks import OLoRA as OLoRA
     from lightning_fcl.callbacks import RoundEarlyStopping as RoundEarlyStopping
+    from lightning_fcl.callbacks import SaveSubspaces as SaveSubspaces
     from lightning_fcl.callbacks import ServerCallback as ServerCallback
     from lightning_fcl.data import PartitionPlan as PartitionPlan
     from lightning_fcl.data import TaskStream as TaskStream
     from lightning_fcl.federated.engines.fsdp2 import fsdp2 as fsdp2
     from lightning_fcl.federated.trainer import FederatedTrainer as FederatedTrainer
     from lightning_fcl.mixins import DualBranchMixin as DualBranchMixin
+    from lightning_fcl.mixins import SubspaceRoutingMixin as SubspaceRoutingMixin
     from lightning_fcl.reports import RunReport as RunReport
 
 # Names are looked up on first use, so that the command line can print its help without importing torch.
@@ -64,13 +68,17 @@ _HOMES = {
     "FedYogi": "aggregators",
     "FederatedTrainer": "federated.trainer",
     "GEM": "callbacks",
+    "OLoRA": "callbacks",
     "PartitionPlan": "data",
     "RoundEarlyStopping": "callbacks",
     "RunReport": "reports",
     "SCAFFOLD": "callbacks",
     "SI": "callbacks",
+    "SaveSubspaces": "callbacks",
     "ServerCallback": "callbacks",
     "ServerProximal": "aggregators",
+    "SubspaceRouter": "aggregators",
+    "SubspaceRoutingMixin": "mixins",
     "TSGA": "aggregators",
     "TaskStream": "data",
     "WeightAverage": "aggregators",

@@ -12,6 +12,7 @@ from lightning_fcl.aggregators.fedopt import FedAdagrad as FedAdagrad
 from lightning_fcl.aggregators.fedopt import FedAdam as FedAdam
 from lightning_fcl.aggregators.fedopt import FedAvgM as FedAvgM
 from lightning_fcl.aggregators.fedopt import FedYogi as FedYogi
+from lightning_fcl.aggregators.lora_mean import LoRAMean as LoRAMean
 from lightning_fcl.aggregators.norm_bound import NormBound as NormBound
 from lightning_fcl.aggregators.robust import CentredClipping as CentredClipping
 from lightning_fcl.aggregators.robust import GeometricMedian as GeometricMedian

@@ -16,5 +16,6 @@ from lightning_fcl.callbacks.gem import GEM as GEM
 from lightning_fcl.callbacks.o_lora import OLoRA as OLoRA
 from lightning_fcl.callbacks.sam import FedASAM as FedASAM
 from lightning_fcl.callbacks.sam import FedSAM as FedSAM
+from lightning_fcl.callbacks.save_subspaces import SaveSubspaces as SaveSubspaces
 from lightning_fcl.callbacks.scaffold import SCAFFOLD as SCAFFOLD
 from lightning_fcl.callbacks.si import SI as SI

@@ -101,16 +101,17 @@ class OLoRA(ContinualCallback):
     @override
     def on_train_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         self._frozen = {}
-        over = task_is_over(trainer, self._step_at_start)
         for layer in subspace_layers(pl_module).values():
-            if over:
+            if task_is_over(trainer, self._step_at_start):
                 _freeze(layer)
-            layer.activate(None, active=True)
+            elif not isinstance(trainer, L.Trainer):
+                layer.activate(None, active=True)
 
 
 @torch.no_grad()
 def _freeze(layer: SubspaceLinear) -> None:
-    """Move what was trained into the bank, and start anew."""
+    """Move what was trained into the bank, where it goes on to speak, and start anew."""
     down, up = layer.bank if layer.bank is not None else ((), ())
     layer.set_bank([*down, layer.lora_A.clone()], [*up, layer.lora_B.clone()])
+    layer.activate(torch.ones(1, len(down) + 1, device=layer.lora_A.device), active=True)
     layer.reset_parameters()

@@ -84,6 +84,8 @@ class SubspaceRoutingMixin(L.LightningModule):
         self.num_subspaces = 0
         self.subspace_tasks: tuple[int, ...] = ()
         self._factors: Tensor | None = None
+        self._embeddings: PromptEmbeddings | None = None
+        self._image_mean: ImageMean | None = None
 
     # -- what the inputs ask for --------------------------------------------------------------------------------------
 
@@ -106,14 +108,16 @@ class SubspaceRoutingMixin(L.LightningModule):
         return torch.cat([F.normalize(text.float(), dim=1), F.normalize(image.float(), dim=1)], dim=1)
 
     def _text_features(self, batch: Any) -> Tensor:
-        if self.routing_encoder is None:
-            self.routing_encoder = PromptEmbeddings.of(self)
-        return self.routing_encoder(batch)
+        if self.routing_encoder is not None:
+            return self.routing_encoder(batch)
+        self._embeddings = self._embeddings or PromptEmbeddings.of(self)
+        return self._embeddings(batch)
 
     def _image_features(self, batch: Any) -> Tensor:
-        if self.routing_image_encoder is None:
-            self.routing_image_encoder = ImageMean.of(self)
-        return self.routing_image_encoder(batch)
+        if self.routing_image_encoder is not None:
+            return self.routing_image_encoder(batch)
+        self._image_mean = self._image_mean or ImageMean.of(self)
+        return self._image_mean(batch)
 
     # -- the bank -----------------------------------------------------------------------------------------------------
 
@@ -162,9 +166,10 @@ class SubspaceRoutingMixin(L.LightningModule):
                 layer.activate(self._factors)
 
     def _deactivate(self) -> None:
-        self._factors = None
-        for layer in self._layers():
-            layer.activate(None, active=True)
+        if self._factors is not None:
+            self._factors = None
+            for layer in self._layers():
+                layer.activate(None, active=True)
 
     def _layers(self) -> list[SubspaceLinear]:
         return list(subspace_layers(self).values())

@@ -9,6 +9,8 @@ from lightning_fcl.models.prompt_encoders import PromptEmbeddings as PromptEmbed
 from lightning_fcl.models.prompt_encoders import TextEncoder as TextEncoder
 from lightning_fcl.models.resnet import ResNet18 as ResNet18
 from lightning_fcl.models.smallconv import SmallConvNet as SmallConvNet
+from lightning_fcl.models.subspace_files import load_subspaces as load_subspaces
+from lightning_fcl.models.subspace_files import save_subspaces as save_subspaces
 from lightning_fcl.models.subspace_lora import SubspaceLinear as SubspaceLinear
 from lightning_fcl.models.subspace_lora import add_subspaces as add_subspaces
 from lightning_fcl.models.subspace_lora import subspace_layers as subspace_layers

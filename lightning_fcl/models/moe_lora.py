@@ -56,7 +56,7 @@ class MoELoRALinear(nn.Module):
             raise MisconfigurationError(f"`scaling` must be finite, `dropout` in [0, 1), got {scaling}, {dropout}.")
         self.base = base.requires_grad_(False)
         self.scaling = scaling
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         share, width, out, like = rank // experts, base.in_features, base.out_features, base.weight
         dtype = like.dtype if like.is_floating_point() else torch.float32
         self.lora_A = nn.Parameter(

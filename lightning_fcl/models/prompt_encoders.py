@@ -99,7 +99,7 @@ class TextEncoder(nn.Module):
             local_files_only: Whether to open no connection.
             **options: ``pooling`` and ``prompts``.
         """
-        hf = optional_import("transformers", extra="llava")
+        hf = optional_import("transformers", extra="mllm")
         config = hf.AutoConfig.from_pretrained(name, local_files_only=local_files_only)
         kind = hf.CLIPTextModel if config.model_type.startswith("clip") else hf.AutoModel
         model = kind.from_pretrained(name, local_files_only=local_files_only)

@@ -46,7 +46,7 @@ class SubspaceLinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.rank = rank
         self.scaling = scaling
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         weight = base.weight
         dtype = weight.dtype if weight.is_floating_point() else torch.float32  # quantised weights are integers
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, dtype=dtype, device=weight.device))
@@ -106,8 +106,8 @@ class SubspaceLinear(nn.Module):
         if self._scales is not None and self.bank is not None:
             y = y + scaled_lora(inner, *self.bank, self._spread(inner)).to(y.dtype)
         if self.active:
-            low = F.linear(self.dropout(inner), self.lora_A)
-            y = y + (F.linear(low, self.lora_B) * self.scaling).to(y.dtype)
+            low = F.linear(self.dropout(inner), self.lora_A) * self.scaling
+            y = y + F.linear(low, self.lora_B).to(y.dtype)
         return y
 
     def _spread(self, x: Tensor) -> Tensor:

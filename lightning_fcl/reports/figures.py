@@ -1,4 +1,4 @@
-"""The two figures of a run: the score matrix as a heat map, and every task's score over the rounds."""
+"""The figures of a run: the score matrix as a heat map, and every task's score over the rounds."""
 
 import io
 import math
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fcl._imports import optional_import
 from lightning_fcl.reports.files import read_table
+from lightning_fcl.reports.subspace_figure import activation_map, activation_matrix
 from lightning_fcl.reports.tables import number
 
 if TYPE_CHECKING:
@@ -21,19 +22,22 @@ LONGEST_LABEL: Final = 24  # characters
 
 
 def draw(report: "RunReport") -> dict[str, bytes]:
-    """Both figures of a run as PNG, by file name.
+    """The figures of a run as PNG, by file name.
 
     Args:
         report: The run; rounds are read from its ``metrics.csv``.
 
     Returns:
-        ``accuracy.png`` and ``curves.png``.
+        ``accuracy.png``, ``curves.png``, and ``subspaces.png`` of a run with subspaces.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
     rows = read_table(report.run_dir / "metrics.csv")[1]
-    return {"accuracy.png": _png(heat_map(report)), "curves.png": _png(curves(report, rows))}
+    found = {"accuracy.png": _png(heat_map(report)), "curves.png": _png(curves(report, rows))}
+    if (activations := activation_matrix(report.names, rows)) is not None:
+        found["subspaces.png"] = _png(activation_map(report, activations))
+    return found
 
 
 def heat_map(report: "RunReport") -> "Figure":

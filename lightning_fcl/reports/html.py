@@ -56,7 +56,7 @@ def page(report: "RunReport", figures: Mapping[str, bytes]) -> str:
 
     Args:
         report: The run; failures and times are read from its folder.
-        figures: PNG files by name; without ``curves.png`` the section of the curves is left out.
+        figures: PNG files by name; the section of one that is not there is left out.
 
     Returns:
         A page with its style and pictures inside. Every text of the run is escaped.
@@ -68,6 +68,7 @@ def page(report: "RunReport", figures: Mapping[str, bytes]) -> str:
         "": _headlines(report) + _facts(report, len(times), len(failures)),
         "Score after each stage": matrix_table(report),
         "Scores over the rounds": _picture(figures.get("curves.png"), "Score of each task over the global rounds"),
+        "Which subspaces answer which task": _picture(figures.get("subspaces.png"), "Activation of each subspace"),
         "Failures": _failures(failures),
         "Time": _times(times),
         "Configuration": _pre("Show all settings", report.to_dict()["config"]),

@@ -97,3 +97,22 @@ def test_without_matplotlib_a_warning_and_no_figures(tmp_path, monkeypatch):
     page = Page((tmp_path / "report.html").read_text())
     assert [tag for tag, _ in page.tags if tag == "img"] == []
     assert "85.0" in page.texts
+
+
+def test_a_run_with_subspaces_shows_which_answer_which_task(tmp_path):
+    from lightning_fcl.reports.subspace_figure import activation_map, activation_matrix
+
+    columns = "task/task_0/slot/0,task/task_1/slot/0,task/task_0/slot/1,task/task_1/slot/1"
+    (tmp_path / "metrics.csv").write_text(
+        f"global_round,task,round,phase,{columns}\n0,0,0,train,1.0,1.0,,\n1,1,0,train,0.9,0.2,0.1,0.8\n2,1,1,train,,,,\n"
+    )
+    report = make_report(tmp_path, [[0.8, NAN], [0.6, 0.85]])
+    matrix = activation_matrix(report.names, rows_of(tmp_path))
+    torch.testing.assert_close(matrix, torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
+    axes = activation_map(report, matrix).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["0.90", "0.10", "0.20", "0.80"]
+    assert [label.get_text().strip() for label in axes.get_yticklabels()] == ["task_0", "task_1"]
+    report.save()
+    assert min(pixels(tmp_path / "subspaces.png").shape[:2]) > 300
+    assert "Which subspaces answer which task" in (tmp_path / "report.html").read_text()
+    assert activation_matrix(report.names, rows_of(tmp_path)[:0]) is None
