@@ -27,13 +27,18 @@ def draw(report: "RunReport") -> dict[str, bytes]:
         report: The run; rounds are read from its ``metrics.csv``.
 
     Returns:
-        ``accuracy.png`` and ``curves.png``.
+        ``accuracy.png``, ``curves.png``, and ``classes.png`` if classes were logged.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
+    from lightning_fcl.reports.analysis_figures import class_map
+    from lightning_fcl.reports.rounds import class_table
+
     rows = read_table(report.run_dir / "metrics.csv")[1]
-    return {"accuracy.png": _png(heat_map(report)), "curves.png": _png(curves(report, rows))}
+    labels, table = class_table(report)
+    classes = {"classes.png": class_map(labels, table)} if labels else {}
+    return {"accuracy.png": _png(heat_map(report)), "curves.png": _png(curves(report, rows)), **classes}
 
 
 def heat_map(report: "RunReport") -> "Figure":

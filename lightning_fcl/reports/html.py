@@ -22,6 +22,12 @@ HEADLINES: Final = {
     "forgetting": ("Forgetting", "drop from each task's best score"),
     "worst_drop": ("Worst drop", "largest loss of one earlier task"),
 }
+ANALYSIS: Final = {
+    "hessian": "Largest eigenvalues of the Hessian",
+    "features": "Features of training examples and anchors in the plane",
+    "prototypes": "Cosine of anchors and class means",
+    "psnr": "Anchors, the training images closest to them, and class means",
+}
 SIGNED: Final = ("bwt", "worst_drop")
 
 STYLE: Final = """
@@ -56,7 +62,7 @@ def page(report: "RunReport", figures: Mapping[str, bytes]) -> str:
 
     Args:
         report: The run; failures and times are read from its folder.
-        figures: PNG files by name; without ``curves.png`` the section of the curves is left out.
+        figures: PNG files by name; a section without its picture is left out.
 
     Returns:
         A page with its style and pictures inside. Every text of the run is escaped.
@@ -68,6 +74,8 @@ def page(report: "RunReport", figures: Mapping[str, bytes]) -> str:
         "": _headlines(report) + _facts(report, len(times), len(failures)),
         "Score after each stage": matrix_table(report),
         "Scores over the rounds": _picture(figures.get("curves.png"), "Score of each task over the global rounds"),
+        "Accuracy of each class": _picture(figures.get("classes.png"), "Accuracy of each class over the rounds"),
+        "Analysis": "".join(_picture(figures.get(f"{name}.png"), alt) for name, alt in ANALYSIS.items()),
         "Failures": _failures(failures),
         "Time": _times(times),
         "Configuration": _pre("Show all settings", report.to_dict()["config"]),
