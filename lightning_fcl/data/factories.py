@@ -72,7 +72,8 @@ def image_stream(
         clients: Number of clients; ``"natural"`` has its own.
         alpha: Dirichlet concentration of each class over the clients.
         shift: ``"label"``: classes are shared by Dirichlet draws. ``"domain"``: digits seen in four ways; each client
-            has one of them, and 3 classes of it. ``"natural"``: the clients that the set knows.
+            has one of them, and 3 classes of it (more, where few clients must hold all). ``"natural"``: the clients
+            that the set knows.
         tasks: Number of tasks, each with its own classes.
         batch_size: Examples per batch.
         seed: Seeds the split of the digits and the partition.
@@ -91,7 +92,8 @@ def image_stream(
     options = {"seed": seed, "batch_size": batch_size, "eval_batch_size": 500, "drop_last": drop_last}
     if shift == "domain":
         train, test = zip(*digit_domains(size=size, seed=seed).values(), strict=True)
-        parts = ByDomain(within=ExtendedDirichlet(3, alpha=alpha), min_examples=2)
+        held = max(3, -(-10 // max(1, clients // len(train))))  # else few clients could not hold all ten
+        parts = ByDomain(within=ExtendedDirichlet(min(held, 10), alpha=alpha), min_examples=2)
         data = ([ConcatDataset(train)], [ConcatDataset(test)])
         return TaskStream.from_datasets(*data, clients=clients, partition=parts, names=["digits"], **options)
     sets = load_images(path, size=size, limit=limit, seed=seed)
