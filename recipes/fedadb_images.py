@@ -8,8 +8,7 @@
     python recipes/fedadb_images.py --shift domain                 # each client has one way of seeing digits
     python recipes/fedadb_images.py --data-dir DIR/omniglot --shift natural       # drawers as clients
 
-``DIR`` is read by ``load_images``; ``--data NAME`` takes ``$FCL_DATA/NAME``. A finished run is not repeated, a killed
-one goes on. ``analyse.yaml`` in a run folder is for ``lightning-fcl analyse``.
+``DIR`` is read by ``load_images``. A finished run is not repeated, and a killed one goes on where it was.
 """
 
 from pathlib import Path
@@ -19,7 +18,7 @@ import lightning as L
 from lightning.fabric.utilities import rank_zero_only
 
 from lightning_fcl import ClassAnchors, FederatedTrainer, FedProx, ServerProximal
-from lightning_fcl._recipes import chosen_methods, command_line, real_data, write_parts
+from lightning_fcl._recipes import chosen_methods, command_line, write_parts
 from lightning_fcl.callbacks import PerClassAccuracy
 from lightning_fcl.data import image_stream
 from lightning_fcl.models import image_classifier
@@ -50,7 +49,6 @@ def main(
     seeds: int = 1,
     method: str | list[str] = "all",
     data_dir: Path | None = None,
-    data: str = "digits",
     smoke: bool = False,
     setting: Literal["device", "silo"] = "silo",
     alpha: float = 0.1,
@@ -79,7 +77,6 @@ def main(
         seeds: How many seeds, counted from ``seed``.
         method: ``all`` (fedavg, fedadb), ``ablation``, ``stream``, or one or several names of ``METHODS``.
         data_dir: Folder of an image set; without it, scikit-learn's digits.
-        data: Name of a set under ``$FCL_DATA``.
         smoke: End in seconds.
         setting: ``silo``: 20 clients, 4 per round. ``device``: 100 clients, 5 per round.
         alpha: Dirichlet concentration of each class over the clients; the paper has 0.05 to 0.5.
@@ -104,13 +101,12 @@ def main(
         The figures of each run, by the name of its folder.
     """
     names = chosen_methods(GROUPS.get(str(method), method), METHODS)
-    folder = data_dir or (real_data(None, data) if data != "digits" else None)
     clients, sampled = SETTINGS[setting]
     if smoke:
         rounds, epochs, clients, sampled, steps = 2, 2, 6, 3, 20
     reports = []
     for one in range(seed, seed + seeds):
-        options = {"path": folder and str(folder), "clients": clients, "batch_size": batch_size, "seed": one}
+        options = {"path": data_dir and str(data_dir), "clients": clients, "batch_size": batch_size, "seed": one}
         options |= {"alpha": alpha, "shift": shift, "tasks": tasks, "size": size, "limit": limit}
         stream = image_stream(**options, drop_last=net == "resnet18")
         channels, classes = next(iter(stream.eval_loader(0)))[0].shape[1], stream.classes(tasks - 1)[-1] + 1

@@ -137,4 +137,4 @@ def test_a_class_that_nobody_has_is_made_up_but_not_sent(tmp_path):
         report, state = run(tmp_path, make_toy(cls=Dual), stream, anchors, **options)
         assert anchors.state_dict()["targets"].tolist() == made
         assert all(value.isfinite().all() for value in state.values())
-        assert report.accuracy[0, 0] > 0.9
+        assert report.accuracy[0, 0] > 0.8
