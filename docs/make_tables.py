@@ -17,7 +17,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LABELS = {"acc": "ACC", "bwt": "BWT", "fwt": "FWT", "worst_drop": "worst drop"}
+LABELS = {"acc": "ACC", "bwt": "BWT", "fwt": "FWT", "worst_drop": "worst drop", "top5": "best five rounds"}
+COUNTS = re.compile(r"rounds to .*|classes at zero")  # figures that are no fractions
 FENCE_OR_TABLE = re.compile(
     r"^```.*?^```\s*?$|^<!-- table: (?P<name>[\w.-]+)(?: \|[^\n]*)? -->\n.*?^<!-- /table -->$", re.MULTILINE | re.DOTALL
 )
@@ -38,11 +39,17 @@ def collect(runs: Sequence[Path], command: str, old: Results) -> Results:
         raise SystemExit("The runs must come from one set of versions. Run the command again, as a whole.")
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     kept = ("method", "seed", "wall_seconds", "summary")
+    figures = [json.loads(path.read_text()) for run in runs if (path := run / "figures.json").is_file()]
+    if len(figures) == len(reports):
+        single = all(report["summary"]["bwt"] is None for report in reports)
+        for report, more in zip(reports, figures, strict=True):
+            report["summary"] = more if single else {**report["summary"], **more}
     return {
         "command": command,
         "commit": git.stdout.strip() or "unknown",
         "versions": reports[0]["versions"],
         **{key: old[key] for key in ("columns", "theirs") if key in old},
+        **({"percent": [key for key in reports[0]["summary"] if not COUNTS.fullmatch(key)]} if figures else {}),
         "runs": [{key: report[key] for key in kept} for report in reports],
     }
 
@@ -53,14 +60,18 @@ def render(results: Results) -> str:
     for run in results["runs"]:
         methods.setdefault(run["method"], []).append(run["summary"])
     ours = [run["summary"] for run in results["runs"]]
-    columns: list[str] = results.get("columns") or [key for key in ours[0] if any(row[key] is not None for row in ours)]
-    fractions = all(abs(row[key] or 0) <= 1 for row in ours for key in columns)
-    scale = 100 if fractions else 1
-    lines = [["method", *(LABELS.get(key, key) for key in columns)], ["---"] * (len(columns) + 1)]
+    columns: list[str] = results.get("columns") or [
+        key for key in ours[0] if any(row.get(key) is not None for row in ours)
+    ]
+    fractions = "percent" not in results and all(abs(row.get(key) or 0) <= 1 for row in ours for key in columns)
+    percent = results.get("percent", columns if fractions else [])
+    scales = {key: 100 if key in percent else 1 for key in columns}
+    labels = [LABELS.get(key, key) + ("" if fractions or key not in percent else " %") for key in columns]
+    lines = [["method", *labels], ["---"] * (len(columns) + 1)]
     for name, rows in methods.items():
-        lines.append([name, *(spread([row[key] for row in rows], scale) for key in columns)])
+        lines.append([name, *(spread([row.get(key) for row in rows], scales[key]) for key in columns)])
     for row in results.get("theirs", []):
-        cells = [row["method"], *(spread([row["summary"].get(key)], scale) for key in columns)]
+        cells = [row["method"], *(spread([row["summary"].get(key)], scales[key]) for key in columns)]
         lines.append([f"*{cell}*" for cell in cells])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"`{results['command']}`\n\n{table}\n\n*{foot(results, 'in %, ' if fractions else '')}*"

@@ -59,3 +59,30 @@ def real_data(data_dir: Path | None, name: str) -> Path | None:
     """The folder of real data: ``data_dir``, else ``$FCL_DATA/name`` if that variable is set, else ``None``."""
     home = os.environ.get("FCL_DATA")
     return data_dir or (Path(home, name) if home else None)
+
+
+def write_parts(
+    trainer: Any,
+    make_model: Callable[..., Any],
+    model_options: dict[str, Any],
+    make_stream: Callable[..., Any],
+    stream_options: dict[str, Any],
+) -> None:
+    """Write ``analyse.yaml`` into the run folder: how ``lightning-fcl analyse`` makes model and stream again.
+
+    Args:
+        trainer: Its ``run_dir`` is the run folder; only rank 0 writes.
+        make_model: An importable function.
+        model_options: Its arguments, plain values.
+        make_stream: An importable function.
+        stream_options: Its arguments, plain values.
+    """
+    import yaml
+
+    pairs = {"model": (make_model, model_options), "stream": (make_stream, stream_options)}
+    parts = {
+        name: {"class_path": f"{make.__module__}.{make.__qualname__}", "init_args": options}
+        for name, (make, options) in pairs.items()
+    }
+    if trainer.is_global_zero:
+        (trainer.run_dir / "analyse.yaml").write_text(yaml.safe_dump(parts, sort_keys=False), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The command line: ``lightning-fcl fit|report|compare``. Help loads no torch; each command loads what it needs."""
+"""The command line: ``lightning-fcl fit|report|compare|analyse``. Help loads no torch; commands load what they need."""
 
 import os
 import sys
@@ -205,8 +205,15 @@ def _run_suite(parser: _Parser, config: Namespace) -> None:
     rank_zero_only(print)(suite.about, comparison, f"comparison: {folder / 'comparison.html'}", sep="\n")
 
 
+def _analyse(parser: _Parser, words: list[str]) -> None:
+    from lightning_fcl import _analyse as command
+
+    command.run(parser, words)
+
+
 _COMMANDS: Final[dict[str, tuple[Callable[[_Parser, list[str]], None], str]]] = {
     "fit": (_fit, "Train a module over a stream of tasks."),
     "report": (_report, "Draw the figures and the page of a run anew, and print its table."),
     "compare": (_compare, "Compare methods over runs or run a suite of them: mean and deviation over seeds."),
+    "analyse": (_analyse, "Rounds to targets, sharpness, features and anchors of finished runs."),
 }

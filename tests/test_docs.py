@@ -118,6 +118,17 @@ def test_tables_hold_mean_and_deviation_over_seeds(tables, project):
     assert lines[11] == "<!-- /table -->"
 
 
+def test_figures_beside_a_report_come_along(tables, project):
+    for name, score, rounds in [("a", 0.5, 12.0), ("b", 0.7, None), ("c", 0.25, 20.0)]:
+        (project / name / "figures.json").write_text(json.dumps({"top5": score, "rounds to 0.5": rounds}))
+    assert collect(tables, project) == 0
+    lines = (project / "docs" / "card.md").read_text().splitlines()
+    assert lines[5].startswith("| method | ACC % | BWT % |")
+    assert lines[5].endswith("| best five rounds % | rounds to 0.5 |")
+    assert lines[7].endswith("| 60.0 ± 14.1 | 12.0 |")
+    assert lines[8].endswith("| 25.0 | 20.0 |")
+
+
 def test_the_papers_own_row_is_told_apart_and_kept(tables, project):
     collect(tables, project)
     results = project / "docs" / "results" / "digits.json"

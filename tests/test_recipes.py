@@ -82,7 +82,7 @@ def test_unknown_method_is_one_line_that_names_the_known_ones(command):
 @pytest.mark.parametrize("name", RECIPES)
 def test_missing_data_are_one_line_that_names_the_folder(command):
     error = command("--data-dir", "nowhere", "--smoke")
-    assert error.startswith("error: `path` must hold mnist.npz")
+    assert error.startswith("error: `path` must hold ")
     assert "'nowhere'" in error
     assert "\n" not in error
 
@@ -185,6 +185,43 @@ def test_late_gain_is_what_the_last_quarter_of_a_tasks_own_rounds_brought(load, 
 def test_study_is_about_real_digits(load):
     with pytest.raises(DatasetError, match="`data_dir` must name the folder of real digits"):
         load("special_study").main()
+
+
+# -- fedadb_images ----------------------------------------------------------------------------------------------------
+
+
+def test_fedadb_runs_beside_fedavg(load, tmp_path, capsys):
+    figures = load("fedadb_images").main(out=tmp_path, smoke=True, size=16, limit=400)
+    assert list(figures) == ["fedavg-seed0", "fedadb-seed0"]
+    printed = capsys.readouterr().out
+    assert "rounds to" in printed
+    assert printed.endswith(f"report: {tmp_path / 'fedadb-seed0' / 'report.html'}\n")
+    for name in figures:
+        assert json.loads((tmp_path / name / "figures.json").read_text())["final"] == figures[name]["final"]
+        assert (tmp_path / name / "classes.png").is_file()
+        assert (tmp_path / name / "analyse.yaml").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "ablation", "weight": [0.1]},
+        {"method": "stream", "tasks": 2, "alpha": 100.0},
+        {"shift": "domain", "uint8": True, "warm_steps": 3},
+        {"net": "resnet18", "method": "fedadb", "limit": 60},
+    ],
+)
+def test_flags_of_fedadb(load, tmp_path, options):
+    figures = load("fedadb_images").main(out=tmp_path, smoke=True, size=16, **{"limit": 400, **options})
+    assert all(0 <= run["final"] <= 1 for run in figures.values())
+
+
+@pytest.mark.slow
+def test_fedadb_gives_missing_classes_a_voice(load, tmp_path):
+    """Clients with few classes: in the same rounds its accuracy is far above FedAvg's."""
+    figures = load("fedadb_images").main(out=tmp_path, size=16, rounds=12, epochs=5)
+    assert figures["fedadb-seed0"]["final"] > figures["fedavg-seed0"]["final"] + 0.1
 
 
 # -- add_to_lightning -------------------------------------------------------------------------------------------------

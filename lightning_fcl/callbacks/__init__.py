@@ -14,6 +14,8 @@ from lightning_fcl.callbacks.fedsol import FedSOL as FedSOL
 from lightning_fcl.callbacks.gem import AGEM as AGEM
 from lightning_fcl.callbacks.gem import GEM as GEM
 from lightning_fcl.callbacks.o_lora import OLoRA as OLoRA
+from lightning_fcl.callbacks.per_class import PerClassAccuracy as PerClassAccuracy
+from lightning_fcl.callbacks.personal import PersonalEvaluation as PersonalEvaluation
 from lightning_fcl.callbacks.sam import FedASAM as FedASAM
 from lightning_fcl.callbacks.sam import FedSAM as FedSAM
 from lightning_fcl.callbacks.save_subspaces import SaveSubspaces as SaveSubspaces

@@ -7,6 +7,9 @@ from lightning_fcl.data.dirichlet import LabelDirichlet as LabelDirichlet
 from lightning_fcl.data.dirichlet import QuantityDirichlet as QuantityDirichlet
 from lightning_fcl.data.exemplars import Exemplars as Exemplars
 from lightning_fcl.data.factories import digit_stream as digit_stream
+from lightning_fcl.data.factories import image_stream as image_stream
+from lightning_fcl.data.images import ImageSets as ImageSets
+from lightning_fcl.data.images import load_images as load_images
 from lightning_fcl.data.partition import IID as IID
 from lightning_fcl.data.partition import ByDomain as ByDomain
 from lightning_fcl.data.partition import Examples as Examples

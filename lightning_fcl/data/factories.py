@@ -3,9 +3,15 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from torch.utils.data import ConcatDataset
+
 from lightning_fcl.data.digits import digit_domains
+from lightning_fcl.data.dirichlet import ExtendedDirichlet, LabelDirichlet
+from lightning_fcl.data.images import load_images
+from lightning_fcl.data.partition import ByDomain, NaturalClients
 from lightning_fcl.data.split import Partition
 from lightning_fcl.data.stream import TaskStream
+from lightning_fcl.exceptions import DatasetError
 
 
 def digit_stream(
@@ -44,3 +50,62 @@ def digit_stream(
     data = digit_domains(domains, size=size, channels=channels, seed=seed)
     stream = TaskStream.domains(data, clients=clients, partition=partition, batch_size=batch_size, seed=seed)
     return stream.stages(schedule, lag=lag)
+
+
+def image_stream(
+    path: str | None = None,
+    clients: int = 20,
+    *,
+    alpha: float = 0.1,
+    shift: Literal["label", "domain", "natural"] = "label",
+    tasks: int = 1,
+    batch_size: int = 128,
+    seed: int = 0,
+    size: int = 28,
+    limit: int | None = None,
+    drop_last: bool = False,
+) -> TaskStream:
+    """One image set over clients that lack classes: :func:`load_images`, as one task or class by class.
+
+    Args:
+        path: Folder of the set; ``None`` for scikit-learn's digits.
+        clients: Number of clients; ``"natural"`` has its own.
+        alpha: Dirichlet concentration of each class over the clients.
+        shift: ``"label"``: classes are shared by Dirichlet draws. ``"domain"``: digits seen in four ways; each client
+            has one of them, and 3 classes of it (more, where few clients must hold all). ``"natural"``: the clients
+            that the set knows.
+        tasks: Number of tasks, each with its own classes.
+        batch_size: Examples per batch.
+        seed: Seeds the split of the digits and the partition.
+        size: Height and width of the images in pixels.
+        limit: Most images for training.
+        drop_last: As in :class:`TaskStream`; for nets with BatchNorm.
+
+    Returns:
+        The stream.
+
+    Raises:
+        ValueError: If a number is out of range.
+        DatasetError: If the folder holds no known set, or one without natural clients.
+        MissingExtraError: If scikit-learn or Pillow is needed and not installed (extra ``recipes``).
+    """
+    options = {"seed": seed, "batch_size": batch_size, "eval_batch_size": 500, "drop_last": drop_last}
+    if shift == "domain":
+        train, test = zip(*digit_domains(size=size, seed=seed).values(), strict=True)
+        held = max(3, -(-10 // max(1, clients // len(train))))  # else few clients could not hold all ten
+        parts = ByDomain(within=ExtendedDirichlet(min(held, 10), alpha=alpha), min_examples=2)
+        data = ([ConcatDataset(train)], [ConcatDataset(test)])
+        return TaskStream.from_datasets(*data, clients=clients, partition=parts, names=["digits"], **options)
+    sets = load_images(path, size=size, limit=limit, seed=seed)
+    partition: Partition = LabelDirichlet(alpha, min_examples=2)
+    if shift == "natural":
+        if sets.owners is None:
+            raise DatasetError(f"`shift='natural'` needs a set that knows its clients, got {path!r}. Use Omniglot.")
+        partition, clients = NaturalClients(sets.owners.tolist()), int(sets.owners.max()) + 1
+    if tasks > 1:
+        return TaskStream.split_classes(
+            sets.train, sets.test, tasks=tasks, clients=clients, partition=partition, **options
+        )
+    return TaskStream.from_datasets(
+        [sets.train], [sets.test], clients=clients, partition=partition, names=["images"], **options
+    )

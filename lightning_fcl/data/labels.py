@@ -69,6 +69,22 @@ def stored_labels(dataset: Any) -> IntArray | None:
     return next((as_labels(dataset[key][:], len(dataset)) for key in _KEYS if key in columns), None)
 
 
+def matched(wanted: IntArray, labels: IntArray) -> IntArray:
+    """Positions in ``labels`` of as many examples as there are in the class shares of ``wanted``; the first of each.
+
+    A class that ``wanted`` holds gets one example at least, if there is one.
+
+    Example:
+        >>> matched(np.array([0, 0, 1]), np.array([1, 0, 0, 0, 1, 2, 0]))  # two of class 0 for each of class 1
+        array([0, 1, 2, 3, 4, 6])
+    """
+    classes, counts = np.unique(wanted[np.isin(wanted, labels)], return_counts=True)
+    places = [np.flatnonzero(labels == label) for label in classes]
+    scale = min((len(place) / count for place, count in zip(places, counts, strict=True)), default=0.0)
+    kept = [place[: max(1, round(count * scale))] for place, count in zip(places, counts, strict=True)]
+    return np.sort(np.concatenate([np.empty(0, dtype=np.int64), *kept]))
+
+
 def find_domains(dataset: Any) -> IntArray:
     """Domain number of each example: ``.domains``, or which member of a ``ConcatDataset`` it comes from.
 

@@ -9,6 +9,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 from typing_extensions import Unpack
 
 from lightning_fcl.data.class_split import ClassOrder, class_groups, split_source
+from lightning_fcl.data.labels import matched
 from lightning_fcl.data.partition import check_at_least
 from lightning_fcl.data.plan import PartitionPlan
 from lightning_fcl.data.planning import LoaderOptions, StreamOptions, check_agrees, draw_plan
@@ -306,6 +307,28 @@ class TaskStream:
         source = self._test[_index("column", column, len(self._test))]
         batching = replace(source.batching(self._eval_batching), drop_last=False)
         return batching.loader(source.dataset, shuffle=False)
+
+    def client_eval_loader(self, task: int, client: int) -> DataLoader[Any]:
+        """A fresh DataLoader over evaluation examples in the class shares of ``client`` in stage ``task``.
+
+        Args:
+            task: Stage, counted from 0.
+            client: Id of a client with data in that stage.
+
+        Returns:
+            As many examples of the evaluation sets of the client's tasks as its shares of classes allow, in the sets'
+            own order; clients share them.
+
+        Raises:
+            DatasetError: If an example holds no single integer label.
+        """
+        parts = []
+        for source in self._sources_of(task, client):
+            wanted = self._train[source].examples().labels[self.plan.parts[source][client]]
+            parts.append(self._test[source].take(matched(wanted, self._test[source].examples().labels)))
+        batching = replace(parts[0].batching(self._eval_batching), drop_last=False)
+        data = parts[0].dataset if len(parts) == 1 else ConcatDataset([part.dataset for part in parts])
+        return batching.loader(data, shuffle=False)
 
     def summary(self) -> dict[str, Any]:
         """What a run's configuration keeps of the stream: plain types only."""

@@ -4,6 +4,8 @@ from lightning_fcl.models.classifier import ImageClassifier as ImageClassifier
 from lightning_fcl.models.lenet import LeNet as LeNet
 from lightning_fcl.models.moe_lora import MoELoRALinear as MoELoRALinear
 from lightning_fcl.models.moe_lora import add_experts as add_experts
+from lightning_fcl.models.presets import DualImageClassifier as DualImageClassifier
+from lightning_fcl.models.presets import image_classifier as image_classifier
 from lightning_fcl.models.prompt_encoders import ImageMean as ImageMean
 from lightning_fcl.models.prompt_encoders import PromptEmbeddings as PromptEmbeddings
 from lightning_fcl.models.prompt_encoders import TextEncoder as TextEncoder

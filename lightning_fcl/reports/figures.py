@@ -28,13 +28,20 @@ def draw(report: "RunReport") -> dict[str, bytes]:
         report: The run; rounds are read from its ``metrics.csv``.
 
     Returns:
-        ``accuracy.png``, ``curves.png``, and ``subspaces.png`` of a run with subspaces.
+        ``accuracy.png``, ``curves.png``, ``classes.png`` if classes were logged, and ``subspaces.png`` of a run with
+        subspaces.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
+    from lightning_fcl.reports.analysis_figures import class_map
+    from lightning_fcl.reports.rounds import class_table
+
     rows = read_table(report.run_dir / "metrics.csv")[1]
     found = {"accuracy.png": _png(heat_map(report)), "curves.png": _png(curves(report, rows))}
+    labels, table = class_table(report)
+    if labels:
+        found["classes.png"] = class_map(labels, table)
     if (activations := activation_matrix(report.names, rows)) is not None:
         found["subspaces.png"] = _png(activation_map(report, activations))
     return found

@@ -22,6 +22,12 @@ HEADLINES: Final = {
     "forgetting": ("Forgetting", "drop from each task's best score"),
     "worst_drop": ("Worst drop", "largest loss of one earlier task"),
 }
+ANALYSIS: Final = {
+    "hessian": "Largest eigenvalues of the Hessian",
+    "features": "Features of training examples and anchors in the plane",
+    "prototypes": "Cosine of anchors and class means",
+    "psnr": "Anchors, the training images closest to them, and class means",
+}
 SIGNED: Final = ("bwt", "worst_drop")
 
 STYLE: Final = """
@@ -69,6 +75,8 @@ def page(report: "RunReport", figures: Mapping[str, bytes]) -> str:
         "Score after each stage": matrix_table(report),
         "Scores over the rounds": _picture(figures.get("curves.png"), "Score of each task over the global rounds"),
         "Which subspaces answer which task": _picture(figures.get("subspaces.png"), "Activation of each subspace"),
+        "Accuracy of each class": _picture(figures.get("classes.png"), "Accuracy of each class over the rounds"),
+        "Analysis": "".join(_picture(figures.get(f"{name}.png"), alt) for name, alt in ANALYSIS.items()),
         "Failures": _failures(failures),
         "Time": _times(times),
         "Configuration": _pre("Show all settings", report.to_dict()["config"]),

@@ -153,7 +153,8 @@ class RunReport:
             pictures = {}
         for name, png in pictures.items():
             write_bytes(self.run_dir / name, png)
-        write_text(self.run_dir / "report.html", html.page(self, pictures))
+        found = {path.name: path.read_bytes() for path in sorted((self.run_dir / "analysis").glob("*.png"))}
+        write_text(self.run_dir / "report.html", html.page(self, {**pictures, **found}))
 
     @classmethod
     def load(cls, run_dir: str | Path) -> "RunReport":
