@@ -18,6 +18,7 @@ from lightning_fcl.functional.curves import top_k_mean as top_k_mean
 from lightning_fcl.functional.distances import mix as mix
 from lightning_fcl.functional.distances import square_distances as square_distances
 from lightning_fcl.functional.distances import tiles as tiles
+from lightning_fcl.functional.distillation import distillation_loss as distillation_loss
 from lightning_fcl.functional.dual_branch import class_balanced_batch as class_balanced_batch
 from lightning_fcl.functional.dual_branch import local_branch_weight as local_branch_weight
 from lightning_fcl.functional.dual_branch import missing_rate as missing_rate
@@ -28,10 +29,16 @@ from lightning_fcl.functional.expand import expand_like as expand_like
 from lightning_fcl.functional.fedcurv import fedcurv_others as fedcurv_others
 from lightning_fcl.functional.fedcurv import fedcurv_penalty as fedcurv_penalty
 from lightning_fcl.functional.fedcurv import fedcurv_penalty_grad as fedcurv_penalty_grad
+from lightning_fcl.functional.feddecorr import decorrelation_loss as decorrelation_loss
 from lightning_fcl.functional.feddyn import feddyn_dual as feddyn_dual
 from lightning_fcl.functional.feddyn import feddyn_grad as feddyn_grad
 from lightning_fcl.functional.feddyn import feddyn_server as feddyn_server
 from lightning_fcl.functional.fedexp import extrapolation as extrapolation
+from lightning_fcl.functional.fedgela import class_scale as class_scale
+from lightning_fcl.functional.fedgela import simplex_etf as simplex_etf
+from lightning_fcl.functional.fedlmd import label_masked_distillation as label_masked_distillation
+from lightning_fcl.functional.fedlmd import majority_classes as majority_classes
+from lightning_fcl.functional.fedntd import not_true_distillation as not_true_distillation
 from lightning_fcl.functional.fedopt import adaptive_step as adaptive_step
 from lightning_fcl.functional.fedopt import look_ahead as look_ahead
 from lightning_fcl.functional.fedopt import second_moment as second_moment
@@ -39,6 +46,7 @@ from lightning_fcl.functional.fedopt import server_momentum as server_momentum
 from lightning_fcl.functional.fedsol import distillation_pull as distillation_pull
 from lightning_fcl.functional.fedsol import fedsol_offset as fedsol_offset
 from lightning_fcl.functional.fisher import fisher_diagonal as fisher_diagonal
+from lightning_fcl.functional.flwf2t import two_teacher_distillation as two_teacher_distillation
 from lightning_fcl.functional.gem import agem_project as agem_project
 from lightning_fcl.functional.gem import gem_project as gem_project
 from lightning_fcl.functional.gem import nonnegative_minimum as nonnegative_minimum
@@ -57,6 +65,7 @@ from lightning_fcl.functional.mean import tree_sum as tree_sum
 from lightning_fcl.functional.mean import weighted_delta_sum as weighted_delta_sum
 from lightning_fcl.functional.mean import weighted_mean as weighted_mean
 from lightning_fcl.functional.moe_lora import moe_lora as moe_lora
+from lightning_fcl.functional.moon import model_contrastive_loss as model_contrastive_loss
 from lightning_fcl.functional.norm_bound import bound_factor as bound_factor
 from lightning_fcl.functional.orthogonal_lora import orthogonality_penalty as orthogonality_penalty
 from lightning_fcl.functional.orthogonal_lora import orthogonality_penalty_grad as orthogonality_penalty_grad
