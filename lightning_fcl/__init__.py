@@ -39,7 +39,15 @@ if TYPE_CHECKING:
     from lightning_fcl.data import TaskStream as TaskStream
     from lightning_fcl.federated.engines.fsdp2 import fsdp2 as fsdp2
     from lightning_fcl.federated.trainer import FederatedTrainer as FederatedTrainer
+    from lightning_fcl.mixins import MOON as MOON
     from lightning_fcl.mixins import DualBranchMixin as DualBranchMixin
+    from lightning_fcl.mixins import FedDecorr as FedDecorr
+    from lightning_fcl.mixins import FedGELA as FedGELA
+    from lightning_fcl.mixins import FedLMD as FedLMD
+    from lightning_fcl.mixins import FedNTD as FedNTD
+    from lightning_fcl.mixins import FLwF2T as FLwF2T
+    from lightning_fcl.mixins import LossTermsMixin as LossTermsMixin
+    from lightning_fcl.mixins import LwF as LwF
     from lightning_fcl.mixins import SubspaceRoutingMixin as SubspaceRoutingMixin
     from lightning_fcl.reports import RunReport as RunReport
 
@@ -52,6 +60,7 @@ _HOMES = {
     "ContinualCallback": "callbacks",
     "DualBranchMixin": "mixins",
     "EWC": "callbacks",
+    "FLwF2T": "mixins",
     "FaultInjector": "callbacks",
     "FedACG": "aggregators",
     "FedASAM": "callbacks",
@@ -60,14 +69,21 @@ _HOMES = {
     "FedAvg": "aggregators",
     "FedAvgM": "aggregators",
     "FedCurv": "callbacks",
+    "FedDecorr": "mixins",
     "FedDyn": "callbacks",
     "FedExP": "aggregators",
+    "FedGELA": "mixins",
+    "FedLMD": "mixins",
+    "FedNTD": "mixins",
     "FedProx": "callbacks",
     "FedSAM": "callbacks",
     "FedSOL": "callbacks",
     "FedYogi": "aggregators",
     "FederatedTrainer": "federated.trainer",
     "GEM": "callbacks",
+    "LossTermsMixin": "mixins",
+    "LwF": "mixins",
+    "MOON": "mixins",
     "OLoRA": "callbacks",
     "PartitionPlan": "data",
     "RoundEarlyStopping": "callbacks",

@@ -14,3 +14,9 @@ def check_amount(name: str, value: float) -> None:
     """Raise MisconfigurationError unless the argument ``name`` is finite and not negative."""
     if not (math.isfinite(value) and value >= 0):
         raise MisconfigurationError(f"`{name}` must be finite and not negative, got {value!r}.")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise MisconfigurationError unless the argument ``name`` is finite and positive."""
+    if not (math.isfinite(value) and value > 0):
+        raise MisconfigurationError(f"`{name}` must be finite and positive, got {value!r}.")

@@ -141,6 +141,18 @@ def test_rules_may_be_a_list_and_data_sets_named_one_by_one(tmp_path, fcl):
     assert settings["stream"]["partition"].startswith("LabelDirichlet(alpha=0.3")
 
 
+def test_settings_of_mixins_are_arguments_of_the_module(config, fcl):
+    taught = ["--model", "tests.helpers.cli_parts.Taught", "--model.lwf_strength", "0.5", "--model.ntd_strength", "2"]
+    code, out, _ = fcl("fit", "--config", str(config), *taught)
+    assert code == 0
+    assert "SPECIAL + FedProx + LwF + FedNTD" in out
+    kept = yaml.safe_load(Path("run/fit.yaml").read_text())["model"]["init_args"]
+    assert {"lr": 0.2, "lwf_strength": 0.5, "ntd_strength": 2.0, "lwf_temperature": 2.0}.items() <= kept.items()
+    code, _, error = fcl("fit", "--config", str(config), *taught, "--model.ntd_strength", "1", "--ckpt_path", "last")
+    assert code == 1
+    assert "ntd_strength: 2.0 -> 1.0" in error[-1]
+
+
 def test_a_printed_configuration_loads_back_to_the_same_run(config, fcl, finished):
     extra = ["--trainer.callbacks+=lightning_fcl.callbacks.EWC", "--trainer.callbacks.strength=3.0"]
     for options in ([], extra):

@@ -5,11 +5,12 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch.utils.data import ConcatDataset, DataLoader
 from typing_extensions import Unpack
 
 from lightning_fcl.data.class_split import ClassOrder, class_groups, split_source
-from lightning_fcl.data.labels import matched
+from lightning_fcl.data.labels import IntArray, matched
 from lightning_fcl.data.partition import check_at_least
 from lightning_fcl.data.plan import PartitionPlan
 from lightning_fcl.data.planning import LoaderOptions, StreamOptions, check_agrees, draw_plan
@@ -76,6 +77,7 @@ class TaskStream:
         )
         self._eval_batching = replace(self._batching, batch_size=eval_batch_size or batch_size)
         self._train = as_sources(train, "train")
+        self._labels: dict[int, IntArray] = {}
         self._test = as_sources(test, "test")
         sizes = tuple(map(len, self._train))
         check_at_least("batch_size", batch_size, 1)
@@ -261,6 +263,22 @@ class TaskStream:
         """Training examples of ``client`` in stage ``task``."""
         return sum(len(self.plan.parts[source][client]) for source in self._sources_of(task, client))
 
+    def train_labels(self, task: int, client: int) -> IntArray:
+        """Labels of the training examples of ``client`` in stage ``task``; inputs are read only if none are stored.
+
+        Args:
+            task: Stage, counted from 0.
+            client: Client id.
+
+        Returns:
+            Shape ``(num_examples,)``, int64, in the order of the client's dataset; a lookup after the first call.
+
+        Raises:
+            DatasetError: If an example holds no single integer label.
+        """
+        parts = [self._labels_of(s)[self.plan.parts[s][client]] for s in self._sources_of(task, client)]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
     def seen(self, task: int) -> tuple[int, ...]:
         """Sorted columns that some client has trained on in the stages up to and including ``task``."""
         rows = self.plan.schedule[: _index("task", task, len(self)) + 1]
@@ -274,7 +292,12 @@ class TaskStream:
         Raises:
             DatasetError: If an example holds no single integer label.
         """
-        return tuple(sorted({int(y) for s in self.seen(task) for y in self._train[s].examples().labels}))
+        return tuple(sorted({int(label) for s in self.seen(task) for label in np.unique(self._labels_of(s))}))
+
+    def _labels_of(self, source: int) -> IntArray:
+        if source not in self._labels:
+            self._labels[source] = self._train[source].examples().labels
+        return self._labels[source]
 
     def train_loader(self, task: int, client: int) -> DataLoader[Any]:
         """A fresh DataLoader over the examples of ``client`` in stage ``task``.

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,22 @@ def _describe_object(value: Any, depth: int) -> Any:
         return described
     arguments = {}
     attributes = getattr(value, "__dict__", {})
-    for name, parameter in inspect.signature(type(value).__init__).parameters.items():
-        if name in attributes and parameter.kind is not parameter.VAR_KEYWORD:
+    for name in _argument_names(type(value)):
+        if name in attributes:
             arguments[name] = describe(attributes[name], depth - 1)
     if arguments:
         described["init_args"] = arguments
     return described
+
+
+def _argument_names(kind: type) -> Iterator[str]:
+    """Names of the constructor's arguments, also of those that ``**kwargs`` hands on to the next class."""
+    for parent in kind.__mro__:
+        if inspect.isfunction(init := vars(parent).get("__init__")):
+            parameters = inspect.signature(init).parameters.values()
+            yield from (p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+            if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+                return
 
 
 def _path(value: Any) -> str:

@@ -3,4 +3,11 @@
 from lightning_fcl.mixins.base import LossTermsMixin as LossTermsMixin
 from lightning_fcl.mixins.base import StepOutputs as StepOutputs
 from lightning_fcl.mixins.dual_branch import DualBranchMixin as DualBranchMixin
+from lightning_fcl.mixins.feddecorr import FedDecorr as FedDecorr
+from lightning_fcl.mixins.fedgela import FedGELA as FedGELA
+from lightning_fcl.mixins.fedlmd import FedLMD as FedLMD
+from lightning_fcl.mixins.fedntd import FedNTD as FedNTD
+from lightning_fcl.mixins.flwf2t import FLwF2T as FLwF2T
+from lightning_fcl.mixins.lwf import LwF as LwF
+from lightning_fcl.mixins.moon import MOON as MOON
 from lightning_fcl.mixins.subspace_routing import SubspaceRoutingMixin as SubspaceRoutingMixin

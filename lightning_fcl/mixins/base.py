@@ -1,5 +1,6 @@
 """The base of all loss mixins: it catches logits and features of a plain classifier and adds terms to its loss."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,11 @@ class LossTermsMixin(L.LightningModule):
             :meth:`task_anchor`.
         uses_round_anchor: Set to ``True`` on a subclass to find the weights at the start of local training in
             :meth:`round_anchor`.
+
+    Raises:
+        MisconfigurationError: When a class is defined whose own ``training_step`` would hide the mixins'; before the
+            first batch, with manual optimisation or without a head, or if older weights are to be evaluated without a
+            ``forward``, or where no rank holds whole ones (FSDP 2, DeepSpeed).
     """
 
     feature_module: str | None = None
@@ -59,6 +65,10 @@ class LossTermsMixin(L.LightningModule):
 
     _own_task_anchor: dict[str, Tensor] | None = None
     _round_anchor: dict[str, Tensor] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_reached(cls)
 
     # -- what a method overrides ---------------------------------------------------------------------------------------
 
@@ -73,6 +83,10 @@ class LossTermsMixin(L.LightningModule):
             Scalars by name, already multiplied by their strength.
         """
         return {}
+
+    def own_loss_weight(self) -> float:
+        """Factor of the module's own loss; override it as ``weight * super().own_loss_weight()``."""
+        return 1.0
 
     # -- what a user overrides for unusual batches ---------------------------------------------------------------------
 
@@ -145,7 +159,7 @@ class LossTermsMixin(L.LightningModule):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``training_step``, with the terms added to its loss."""
+        """The user's ``training_step``, with its loss weighted and the terms added."""
         inner = super().training_step
         batch = kwargs["batch"] if "batch" in kwargs else args[0]
         if len(args) > 1 and not is_param_in_hook_signature(inner, "batch_idx", min_args=2):
@@ -157,9 +171,9 @@ class LossTermsMixin(L.LightningModule):
         terms = self.loss_terms(_only(caught, "training_step"), batch)
         for name, term in terms.items():
             self.log(f"loss/{name}", term.detach())
-        if isinstance(result, Mapping):
-            return {**result, "loss": sum(terms.values(), result["loss"])}
-        return sum(terms.values(), result)
+        loss, weight = result["loss"] if isinstance(result, Mapping) else result, self.own_loss_weight()
+        loss = sum(terms.values(), loss if weight == 1 else weight * loss)
+        return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     @override
     def on_train_start(self) -> None:
@@ -170,9 +184,9 @@ class LossTermsMixin(L.LightningModule):
             )
         self.find_head()
         if self.uses_task_anchor or self.uses_round_anchor:
-            _check_whole(self)
+            _check_teachable(self)
         if self.uses_round_anchor:
-            self._round_anchor = _weights(self)
+            self._round_anchor = current_weights(self)
         if self._own_task_anchor is not None:
             self._own_task_anchor = {name: value.to(self.device) for name, value in self._own_task_anchor.items()}
         self._step_at_start = self.trainer.global_step
@@ -183,7 +197,7 @@ class LossTermsMixin(L.LightningModule):
         super().on_train_end()
         self._round_anchor = None
         if self.uses_task_anchor and task_is_over(self.trainer, self._step_at_start):
-            self._own_task_anchor = _weights(self)
+            self._own_task_anchor = current_weights(self)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -219,14 +233,31 @@ def _only(caught: list[StepOutputs], where: str) -> StepOutputs:
     return caught[0]
 
 
-def _weights(module: nn.Module) -> dict[str, Tensor]:
+def current_weights(module: nn.Module) -> dict[str, Tensor]:
     """Copies of what a forward pass needs and training changes: trainable parameters and float buffers."""
     params = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
     return params | {name: b.detach().clone() for name, b in module.named_buffers() if b.is_floating_point()}
 
 
-def _check_whole(module: L.LightningModule) -> None:
+def _check_reached(kind: type) -> None:
+    """Refuse a class in which a ``training_step`` on the left hides that of the mixins."""
+    for parent in kind.__mro__[: kind.__mro__.index(LossTermsMixin)]:
+        step = vars(parent).get("training_step")
+        if inspect.isfunction(step) and "training_step" not in inspect.unwrap(step).__code__.co_names:
+            raise MisconfigurationError(
+                f"`{kind.__name__}` must reach the `training_step` of its mixins, but that of `{parent.__name__}` is "
+                "found first and does not call `super().training_step`. Put the mixins on the left of your own module: "
+                "`class Net(Method, LitNet)`."
+            )
+
+
+def _check_teachable(module: L.LightningModule) -> None:
+    """Whether older weights can be evaluated in ``module``."""
     name = type(module).__name__
+    if getattr(module.forward, "__func__", None) is L.LightningModule.forward:
+        raise MisconfigurationError(
+            f"{name} must have a `forward`, by which older weights are asked: from `inputs_of(batch)` to the logits."
+        )
     check_gradient_access(module.trainer, name)
     if getattr(module.trainer, "sharded", False):
         raise MisconfigurationError(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from lightning_fcl.data import LabelDirichlet, PartitionPlan, TaskStream
 from lightning_fcl.exceptions import DatasetError
@@ -49,6 +49,46 @@ def test_a_client_sees_its_own_examples_and_nobody_elses():
         everything = torch.cat([x for x, _ in stream.train_loader(task, 0).dataset.dataset], dim=0)
         assert sum(map(len, seen)) == 60
         assert sorted(torch.cat(seen).flatten().tolist()) == sorted(everything.flatten().tolist())
+
+
+class Counted(Dataset):
+    """Says its labels, and counts how often an example is read."""
+
+    def __init__(self, labels, stored):
+        self.labels_ = labels
+        self.reads = 0
+        if stored:
+            self.targets = labels
+
+    def __len__(self):
+        return len(self.labels_)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return torch.zeros(1), self.labels_[index]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_labels_of_a_client_are_looked_up_once(stored):
+    tasks = [Counted([0, 1, 1, 0, 3], stored), Counted([2, 2, 0], stored)]
+    stream = TaskStream.from_datasets(tasks, tasks, clients=2)
+    for _ in range(2):
+        for task, client in ((0, 0), (0, 1), (1, 0)):
+            expected = [tasks[task].labels_[i] for i in stream.train_loader(task, client).dataset.indices]
+            assert stream.train_labels(task, client).tolist() == expected
+    assert stream.classes(0) == (0, 1, 3)
+    assert stream.classes(1) == (0, 1, 2, 3)
+    assert [task.reads for task in tasks] == ([0, 0] if stored else [5, 3])
+
+
+def test_labels_that_were_given_win():
+    task = Counted([0, 1, 1], stored=True)
+    stream = TaskStream.from_datasets([task], [task], clients=1, labels=[[4, 5, 6]])
+    assert stream.train_labels(0, 0).tolist() == [4, 5, 6]
+
+
+def test_a_client_that_sits_out_has_no_labels():
+    assert one_task([0, 2]).train_labels(0, 1).tolist() == []
 
 
 # --- rebuilt from a plan ---------------------------------------------------------------------------------------------

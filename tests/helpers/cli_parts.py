@@ -6,7 +6,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_fcl.callbacks import ServerCallback
 from lightning_fcl.data import TaskStream
-from tests.helpers.toy import toy_data, toy_stream
+from lightning_fcl.mixins import FedNTD, LwF
+from tests.helpers.toy import ToyModule, toy_data, toy_stream
 
 
 def blobs(seed: int = 0, examples: int = 60) -> TensorDataset:
@@ -15,6 +16,10 @@ def blobs(seed: int = 0, examples: int = 60) -> TensorDataset:
 
 def small_stream(tasks: int = 2, clients: int = 4) -> TaskStream:
     return toy_stream(tasks=tasks, clients=clients)
+
+
+class Taught(LwF, FedNTD, ToyModule):
+    """A module with two loss mixins."""
 
 
 class StopOnce(ServerCallback):

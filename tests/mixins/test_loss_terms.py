@@ -235,6 +235,14 @@ def test_bad_modules_are_refused(cls, message, tmp_path):
         federation(cls, tmp_path)
 
 
+def test_older_weights_need_a_forward():
+    class Forwardless(Remembers, ByHand):
+        forward = L.LightningModule.forward
+
+    with pytest.raises(MisconfigurationError, match="must have a `forward`, by which older weights are asked"):
+        stock(make_toy(cls=Forwardless))
+
+
 def test_a_named_head_is_caught():
     class Named(Small, ToyModule):
         feature_module = "net.0"
@@ -290,3 +298,25 @@ def test_mixins_give_the_run_its_name(tmp_path):
 
     _, report = federation(Module, tmp_path)
     assert report.method == "Small + Spread"
+
+
+def test_a_step_that_hides_the_mixins_is_refused():
+    with pytest.raises(MisconfigurationError, match="that of `ToyModule` is found first"):
+
+        class WrongOrder(ToyModule, Small):
+            pass
+
+    with pytest.raises(MisconfigurationError, match="`OwnStep` must reach the `training_step` of its mixins"):
+
+        class OwnStep(Small):
+            def training_step(self, batch, batch_idx):
+                return self(batch[0]).sum()
+
+
+def test_common_names_of_attributes_stay_the_users():
+    class Usual(Small, ToyModule):
+        def __init__(self):
+            super().__init__()
+            self.head, self.loss_weight = self.net[-1], 0.5
+
+    stock(make_toy(cls=Usual))
