@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_fcl._checks import check_positive
+from lightning_fcl._heads import find_head
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.fedgela import class_scale, simplex_etf
 from lightning_fcl.mixins.base import LossTermsMixin
@@ -93,15 +94,14 @@ class FedGELA(LossTermsMixin):
         super().__init__(*args, **kwargs)
         self.gela_temperature = gela_temperature
         self.gela_seed = gela_seed
-        old = self.find_head()
+        self.feature_module, old = find_head(self, self.feature_module)
         if not isinstance(old, nn.Linear) or not 2 <= old.out_features <= old.in_features:
             raise MisconfigurationError(
                 "FedGELA must find a head `nn.Linear` with at least two outputs and at least as many inputs, got "
                 f"{old}. Widen the features, or name the head in the class attribute `feature_module`."
             )
-        name = next(name for name, child in self.named_modules() if child is old)
         new = FrameHead(old.in_features, old.out_features, gela_temperature, gela_seed)
-        self.set_submodule(name, new.to(old.weight.device, old.weight.dtype))
+        self.set_submodule(self.feature_module, new.to(old.weight.device, old.weight.dtype))
 
     @override
     def on_train_start(self) -> None:
