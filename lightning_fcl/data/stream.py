@@ -5,12 +5,11 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from torch.utils.data import ConcatDataset, DataLoader
 from typing_extensions import Unpack
 
 from lightning_fcl.data.class_split import ClassOrder, class_groups, split_source
-from lightning_fcl.data.labels import IntArray, matched
+from lightning_fcl.data.labels import matched
 from lightning_fcl.data.partition import check_at_least
 from lightning_fcl.data.plan import PartitionPlan
 from lightning_fcl.data.planning import LoaderOptions, StreamOptions, check_agrees, draw_plan
@@ -18,10 +17,11 @@ from lightning_fcl.data.pooling import cumulative, joint, pooled
 from lightning_fcl.data.schedule import ScheduleLike
 from lightning_fcl.data.sources import Batching, as_source, as_sources
 from lightning_fcl.data.split import Partition
+from lightning_fcl.data.stream_labels import StreamLabels, checked_index
 from lightning_fcl.exceptions import DatasetError
 
 
-class TaskStream:
+class TaskStream(StreamLabels):
     """Training sets shared among clients, and one evaluation set for each, in the order in which they arrive.
 
     Most users call :meth:`from_datasets`, :meth:`domains` or :meth:`split_classes`, and then perhaps :meth:`stages` to
@@ -77,7 +77,7 @@ class TaskStream:
         )
         self._eval_batching = replace(self._batching, batch_size=eval_batch_size or batch_size)
         self._train = as_sources(train, "train")
-        self._labels: dict[int, IntArray] = {}
+        self._labels = {}
         self._test = as_sources(test, "test")
         sizes = tuple(map(len, self._train))
         check_at_least("batch_size", batch_size, 1)
@@ -263,42 +263,6 @@ class TaskStream:
         """Training examples of ``client`` in stage ``task``."""
         return sum(len(self.plan.parts[source][client]) for source in self._sources_of(task, client))
 
-    def train_labels(self, task: int, client: int) -> IntArray:
-        """Labels of the training examples of ``client`` in stage ``task``; inputs are read only if none are stored.
-
-        Args:
-            task: Stage, counted from 0.
-            client: Client id.
-
-        Returns:
-            Shape ``(num_examples,)``, int64, in the order of the client's dataset; a lookup after the first call.
-
-        Raises:
-            DatasetError: If an example holds no single integer label.
-        """
-        parts = [self._labels_of(s)[self.plan.parts[s][client]] for s in self._sources_of(task, client)]
-        return np.concatenate([np.empty(0, np.int64), *parts])
-
-    def seen(self, task: int) -> tuple[int, ...]:
-        """Sorted columns that some client has trained on in the stages up to and including ``task``."""
-        rows = self.plan.schedule[: _index("task", task, len(self)) + 1]
-        return tuple(
-            sorted({s for row in rows for c, entry in enumerate(row) for s in entry if len(self.plan.parts[s][c])})
-        )
-
-    def classes(self, task: int) -> tuple[int, ...]:
-        """Sorted labels of the training sets that some client has trained on up to and including ``task``.
-
-        Raises:
-            DatasetError: If an example holds no single integer label.
-        """
-        return tuple(sorted({int(label) for s in self.seen(task) for label in np.unique(self._labels_of(s))}))
-
-    def _labels_of(self, source: int) -> IntArray:
-        if source not in self._labels:
-            self._labels[source] = self._train[source].examples().labels
-        return self._labels[source]
-
     def train_loader(self, task: int, client: int) -> DataLoader[Any]:
         """A fresh DataLoader over the examples of ``client`` in stage ``task``.
 
@@ -327,7 +291,7 @@ class TaskStream:
 
     def eval_loader(self, column: int) -> DataLoader[Any]:
         """A fresh DataLoader over evaluation set ``column``, in the set's own order."""
-        source = self._test[_index("column", column, len(self._test))]
+        source = self._test[checked_index("column", column, len(self._test))]
         batching = replace(source.batching(self._eval_batching), drop_last=False)
         return batching.loader(source.dataset, shuffle=False)
 
@@ -347,7 +311,7 @@ class TaskStream:
         """
         parts = []
         for source in self._sources_of(task, client):
-            wanted = self._train[source].examples().labels[self.plan.parts[source][client]]
+            wanted = self._labels_of(source)[self.plan.parts[source][client]]
             parts.append(self._test[source].take(matched(wanted, self._test[source].examples().labels)))
         batching = replace(parts[0].batching(self._eval_batching), drop_last=False)
         data = parts[0].dataset if len(parts) == 1 else ConcatDataset([part.dataset for part in parts])
@@ -371,13 +335,3 @@ class TaskStream:
             "deviation": plan.deviation,
             "plan": plan.hash,
         }
-
-    def _sources_of(self, task: int, client: int) -> tuple[int, ...]:
-        row = self.plan.schedule[_index("task", task, len(self))]
-        return row[_index("client", client, self.num_clients)]
-
-
-def _index(name: str, value: int, size: int) -> int:
-    if not 0 <= value < size:
-        raise IndexError(f"`{name}` must be from 0 to {size - 1}, got {value}.")
-    return value

@@ -70,6 +70,13 @@ METHODS: dict[str, Callable[[], Method]] = {
     "GEM": lambda: Method(callbacks=[c.GEM(64)]),
     "A-GEM": lambda: Method(callbacks=[c.AGEM(64)]),
     # modules
+    "LwF": lambda: Method(mixins=(m.LwF,)),
+    "FLwF-2T": lambda: Method(mixins=(m.FLwF2T,)),
+    "FedNTD": lambda: Method(mixins=(m.FedNTD,)),
+    "FedLMD": lambda: Method(mixins=(m.FedLMD,)),
+    "FedDecorr": lambda: Method(mixins=(m.FedDecorr,)),
+    "FedGELA": lambda: Method(mixins=(m.FedGELA,)),
+    "MOON": lambda: Method(mixins=(m.MOON,)),
     "FedADB": lambda: Method(mixins=(m.DualBranchMixin,), server_callbacks=[c.ClassAnchors()]),
 }
 """What makes each method, by its name in tables; add a line to add a method to every suite."""
