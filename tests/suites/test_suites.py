@@ -84,7 +84,7 @@ def test_bounds_run_in_the_same_suite(tmp_path):
     table = run_suite(TOY, tmp_path, sizes=SMALL, seeds=1, methods=names)
     shapes = {run.method: tuple(run.accuracy.shape) for run in table.runs}
     assert shapes == {"FedAvg": (2, 2), "Zero-shot": (1, 2), "Fine-tuning": (2, 2), "Joint": (1, 2)}
-    assert list(shapes)[0] == "FedAvg"  # which the others are held against, whatever the order of the names
+    assert next(iter(shapes)) == "FedAvg"  # which the others are held against, whatever the order of the names
     assert {note.split(",")[0] for note in table.notes} == {"Fine-tuning", "Joint"}
 
 
