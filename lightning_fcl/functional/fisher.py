@@ -32,7 +32,7 @@ def fisher_diagonal(
     Args:
         module: The model at the end of a task.
         log_likelihood: Gets ``(module, batch)``, returns shape ``(B,)``, the log-likelihood of each sample in nats;
-            no other sample may change it. It is called with one sample, whose leading dimension of size 1 is kept, or several.
+            no other sample may change it. It is called with one sample, as a batch of size 1, or with several.
         batches: Any containers of tensors that share their first dimension, e.g. a DataLoader. Scalars and values that
             are no tensors are passed on whole. Tensors are moved to the module's device.
         params: Names to include; by default all parameters that require a gradient.
