@@ -56,6 +56,11 @@ from lightning_fcl.functional.mean import delta_dot as delta_dot
 from lightning_fcl.functional.mean import tree_sum as tree_sum
 from lightning_fcl.functional.mean import weighted_delta_sum as weighted_delta_sum
 from lightning_fcl.functional.mean import weighted_mean as weighted_mean
+from lightning_fcl.functional.modality_ewc import GroupDrift as GroupDrift
+from lightning_fcl.functional.modality_ewc import group_drift as group_drift
+from lightning_fcl.functional.modality_ewc import grouped_ewc_penalty as grouped_ewc_penalty
+from lightning_fcl.functional.modality_ewc import grouped_ewc_penalty_grad as grouped_ewc_penalty_grad
+from lightning_fcl.functional.modality_ewc import normalise_importance as normalise_importance
 from lightning_fcl.functional.moe_lora import moe_lora as moe_lora
 from lightning_fcl.functional.norm_bound import bound_factor as bound_factor
 from lightning_fcl.functional.orthogonal_lora import orthogonality_penalty as orthogonality_penalty
