@@ -79,11 +79,11 @@ def _outer_squares(uses: Sequence[Use], shape: torch.Size) -> Tensor:
     for start in range(0, count, step):
         factors = [_factors(use.cut(start, start + step)) for use in uses]
         g, a = (torch.cat(part, 1) if len(uses) > 1 else part[0] for part in zip(*factors, strict=True))
-        if positions <= _PAIRED_POSITIONS:
-            _add_pairs(total, g, a)
-        elif len(g) == 1:
+        if len(g) == 1:
             gradient = g[0].T @ a[0]
             total.addcmul_(gradient, gradient)
+        elif positions <= _PAIRED_POSITIONS:
+            _add_pairs(total, g, a)
         else:
             total += torch.bmm(g.transpose(1, 2), a).square_().sum(0)
     return total.view(shape)

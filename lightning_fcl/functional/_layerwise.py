@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_fcl.functional._closed_form import Use, sum_of_squares
+from lightning_fcl.functional._closed_form import Use
 from lightning_fcl.functional._per_sample import PerSample, is_batched
 
 
@@ -22,6 +22,18 @@ class _Call:
     inputs: Tensor
     edge: GradientEdge
     version: int
+
+
+@dataclass
+class Seen:
+    """One pass over a batch."""
+
+    uses: dict[str, list[Use]]
+    """By parameter name; a parameter without one was not reached."""
+    lost: set[str]
+    """Parameters that one of their layers used in a way that cannot be watched."""
+    gradients: dict[str, Tensor]
+    """Of the sum over the batch, by parameter name, if they were asked for."""
 
 
 class Watch:
@@ -47,44 +59,39 @@ class Watch:
             if own:
                 self.owners[layer] = own
 
-    def squares(self, call: PerSample, leaves: dict[str, Tensor], chunk: Any, count: int) -> dict[str, Tensor]:
-        """Sums of squares over one chunk, for as many parameters as it can.
+    def observe(self, call: PerSample, leaves: dict[str, Tensor], chunk: Any, *, gradients: bool = False) -> Seen:
+        """Run one batch forward and backward.
 
         Args:
             call: The log-likelihood as a function of weights.
             leaves: The wanted weights, requiring gradients.
-            chunk: ``count`` samples, of shape ``[count, 1, ...]``.
-            count: At least 1.
+            chunk: ``n`` samples, of shape ``[n, 1, ...]``.
+            gradients: Whether to take the ordinary gradients of the weights too.
 
         Returns:
-            Tensors by name; a name is missing if one of its layers cannot be watched.
+            What was seen.
         """
+        batch = tree_map(lambda leaf: leaf[:, 0] if is_batched(leaf) else leaf, chunk)
+        count = next(len(leaf) for leaf in tree_leaves(batch) if is_batched(leaf))
         calls: list[_Call] = []
         refused: set[nn.Module] = set()
         with self._hooks(calls, refused, count):
-            batch = tree_map(lambda leaf: leaf[:, 0] if is_batched(leaf) else leaf, chunk)
             values = call.values(leaves, call.copies, batch, count)
         lost = {name for layer in refused for name in self.owners[layer].values()}
         called = {name for one in calls for name in self.owners[one.layer].values()}
-        unseen = [name for name in leaves if name not in called | lost]  # not reached, or used behind its layer's back
-        targets = [*(one.edge for one in calls), *(leaves[name] for name in unseen)]
-        grads = torch.autograd.grad(values.sum(), targets, allow_unused=True)
-        lost |= {name for name, grad in zip(unseen, grads[len(calls) :], strict=True) if grad is not None}
+        # Those that no layer has shown are not reached, or used behind their layer's back.
+        wanted = list(leaves) if gradients else [name for name in leaves if name not in called | lost]
+        targets = [*(one.edge for one in calls), *(leaves[name] for name in wanted)]
+        found = torch.autograd.grad(values.sum(), targets, allow_unused=True)
+        own = {name: grad for name, grad in zip(wanted, found[len(calls) :], strict=True) if grad is not None}
+        lost |= own.keys() - called
         lost |= {n for one in calls if one.inputs._version != one.version for n in self.owners[one.layer].values()}
-        uses = self._uses(calls, grads)
-        return {
-            name: sum_of_squares(uses[name], leaf.shape) if name in uses else torch.zeros_like(leaf)
-            for name, leaf in leaves.items()
-            if name not in lost
-        }
-
-    def _uses(self, calls: list[_Call], grads: tuple[Tensor | None, ...]) -> dict[str, list[Use]]:
         uses: dict[str, list[Use]] = {}
-        for one, grad in zip(calls, grads, strict=False):
+        for one, grad in zip(calls, found, strict=False):
             if grad is not None:
                 for part, name in self.owners[one.layer].items():
                     uses.setdefault(name, []).append(Use(one.layer, part, one.inputs, grad))
-        return uses
+        return Seen(uses, lost, own)
 
     @contextmanager
     def _hooks(self, calls: list[_Call], refused: set[nn.Module], count: int) -> Iterator[None]:

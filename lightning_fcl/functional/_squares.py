@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_fcl.functional._layerwise import Watch
+from lightning_fcl.functional._closed_form import sum_of_squares
+from lightning_fcl.functional._layerwise import Seen, Watch
 from lightning_fcl.functional._per_sample import PerSample, is_batched
 from lightning_fcl.functional.likelihood import LogLikelihood
 from lightning_fcl.types import Params
@@ -17,7 +18,10 @@ METHODS = ("auto", "closed_form", "vmap", "loop")
 _CLOSED_CHUNK = 64
 _VMAP_CHUNK = 32
 _VMAP_ELEMENTS = 2**23  # of per-sample gradients held at once: 32 MB in float32
-_CHECKED = 2  # samples on which the closed form must agree with the loop
+_UNLIKE = (
+    "`method` 'closed_form' differs from a single sample for {!r}. Do samples of a batch influence each other, does "
+    "`log_likelihood` draw at random, or is the parameter used outside its layer? Use 'auto'."
+)
 
 
 class Squares:
@@ -48,7 +52,7 @@ class Squares:
         """Sums over ``count`` samples, of shape ``[count, 1, ...]``, by name."""
         squares: dict[str, Tensor] = {}
         if self.watch is not None and (count > 1 or self.must):
-            squares = self._closed_form(self.watch, count, chunk)
+            squares = self._closed_form(self.watch, chunk)
         rest = {name: weight for name, weight in self.weights.items() if name not in squares}
         if rest and self.must == "closed_form":
             raise RuntimeError(
@@ -59,32 +63,42 @@ class Squares:
 
     # -- closed form ----------------------------------------------------------------------------------------------
 
-    def _closed_form(self, watch: Watch, count: int, chunk: Any) -> dict[str, Tensor]:
+    def _closed_form(self, watch: Watch, chunk: Any) -> dict[str, Tensor]:
         """The squares it can give; none, and it is not tried again, if it cannot be trusted."""
         try:
+            seen = watch.observe(self.call, self.weights, chunk)
             if not self.checked:
-                self._check(watch, min(count, _CHECKED), chunk)
+                self._check(seen, watch.observe(self.call, self.weights, _part(chunk, 0, 1), gradients=True))
                 self.checked = True
-            return watch.squares(self.call, self.weights, chunk, count)
+            return {
+                name: sum_of_squares(seen.uses[name], weight.shape) if name in seen.uses else torch.zeros_like(weight)
+                for name, weight in self.weights.items()
+                if name not in seen.lost
+            }
         except Exception:
             if self.must:
                 raise
             self.watch = None
             return {}
 
-    def _check(self, watch: Watch, count: int, chunk: Any) -> None:
-        few = _part(chunk, 0, count)
-        expected = self._loop(self.weights, count, few)
-        largest = max(square.max().item() for square in expected.values())
-        for name, square in watch.squares(self.call, self.weights, few, count).items():
-            scale = max(expected[name].max().item(), 1e-8 * largest)
-            close = 3 * torch.finfo(self.weights[name].dtype).eps ** 0.5
-            if (square - expected[name]).abs().max() > close * scale:  # NaN passes, and is found in the sum
-                raise RuntimeError(
-                    f"`method` 'closed_form' differs from single samples for {name!r}. Do samples of a batch influence "
-                    "each other, does `log_likelihood` draw at random, or is the parameter used outside its layer? "
-                    "Use 'auto'."
-                )
+    def _check(self, seen: Seen, alone: Seen) -> None:
+        """In the batch the first sample must be what it is alone, and alone the closed form must be its gradient."""
+        pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for name in self.weights.keys() - seen.lost:
+            uses, own = seen.uses.get(name, []), alone.uses.get(name, [])
+            if name in alone.lost or [use.layer for use in uses] != [use.layer for use in own]:
+                raise RuntimeError(_UNLIKE.format(name))
+            zero = torch.zeros_like(self.weights[name])
+            squares = sum_of_squares(own, zero.shape) if own else zero
+            pairs[name] = [(squares.sqrt(), alone.gradients.get(name, zero).abs())]
+            pairs[name] += [(use.grads[0], one.grads[0]) for use, one in zip(uses, own, strict=True)]
+            pairs[name] += [(use.inputs[0], one.inputs[0]) for use, one in zip(uses, own, strict=True)]
+        largest = max((_largest(pair[0][1]) for pair in pairs.values()), default=0.0)
+        for name, compared in pairs.items():
+            close = torch.finfo(self.weights[name].dtype).eps ** 0.5
+            for found, expected in compared:  # NaN passes here, and is found in the sum
+                if _largest(found - expected) > close * max(_largest(expected), 1e-4 * largest):
+                    raise RuntimeError(_UNLIKE.format(name))
 
     # -- one gradient per sample ----------------------------------------------------------------------------------
 
@@ -132,3 +146,7 @@ def _part(chunk: Any, start: int, end: int | None = None) -> Any:
     """One sample of shape ``[1, ...]``, or several of shape ``[n, 1, ...]``."""
     place = start if end is None else slice(start, end)
     return tree_map(lambda leaf: leaf[place] if is_batched(leaf) else leaf, chunk)
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0

@@ -42,8 +42,9 @@ def fisher_diagonal(
         method: ``"closed_form"``: one forward and one backward pass for all samples, from which the squares of linear,
             convolution, embedding and norm layers follow; any other layer that maps one tensor to one is run by vmap,
             alone. ``"vmap"``: all at once by ``torch.func``. ``"loop"``: one backward pass per sample; always works.
-            ``"auto"``: for parameters whose layers allow it the closed form, provided that its result for the first two
-            samples is the loop's; vmap for the others; and the loop, with a warning, if vmap cannot run the module.
+            ``"auto"``: for parameters whose layers allow it the closed form, provided that what it sees of the first
+            sample, alone and in its batch, is that sample's gradient; vmap for the others; and the loop, with a
+            warning, if vmap cannot run the module.
         dtype: Of the result. Sums run in float64.
 
     Returns:

@@ -201,11 +201,11 @@ class TimeFirst(nn.Module):
 
 @pytest.mark.parametrize("kind", [Hidden, Mixing, TimeFirst])
 def test_what_a_hook_would_see_wrong_is_found_out(kind):
-    """On two samples of two positions too, where rows of positions look like rows of samples."""
-    x = torch.randn(5, 2, 4) if kind is TimeFirst else torch.randn(5, 4)
+    """With as many positions as samples too, where rows of positions look like rows of samples."""
+    x = torch.randn(5, 5, 4) if kind is TimeFirst else torch.randn(5, 4)
     loop, (auto,) = fishers(kind(), x, methods=["auto"])
     torch.testing.assert_close(auto, loop, rtol=1e-12, atol=1e-14)
-    with pytest.raises(RuntimeError, match="differs from single samples for"):
+    with pytest.raises(RuntimeError, match="differs from a single sample for"):
         fishers(kind(), x, methods=["closed_form"])
 
 

@@ -248,10 +248,10 @@ def test_half_precision_gradients_do_not_underflow():
 @pytest.mark.parametrize(
     ("log_likelihood", "message"),
     [
-        (lambda m, b: classification_log_likelihood(m, b).mean(), r"must return shape \(B,\).* got \(\) for B = 1"),
+        (lambda m, b: classification_log_likelihood(m, b).mean(), r"must return shape \(B,\).* got \(\) for B = "),
         (
             lambda m, b: classification_log_likelihood(m, b)[:, None],
-            r"must return shape \(B,\).* got \(1, 1\) for B = 1",
+            r"must return shape \(B,\).* got \(\d, 1\) for B = ",
         ),
         (lambda m, b: classification_log_likelihood(m, b).detach(), "must depend on the parameters"),
         (lambda m, b: classification_log_likelihood(m, b) * torch.inf, "must have finite gradients, got NaN or inf"),

@@ -236,12 +236,12 @@ def federated(name, run_dir):
     trainer = FederatedTrainer(
         rounds=1,
         clients_per_round=1,
-        local_epochs=2,
+        local_epochs=4,
         accelerator="cpu",
         devices=2,
         parallel="model",
         strategy=strategy(name),
-        accumulate_grad_batches=2,
+        accumulate_grad_batches=3,  # whole windows, else a penalty in the loss is not the same
         gradient_clip_val=0.5,
         enable_progress_bar=False,
         run_dir=run_dir,
@@ -261,11 +261,10 @@ def by_hand(strengths):
         batches = stream.train_loader(task, 0)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(client_seed(0, task, 0, 0))
-        for _ in range(2):
-            for index, batch in enumerate(batches):
-                add_gradients(net, batch, penalty)
-                if index % 2 or index == len(batches) - 1:
-                    step(net, optimizer)
+        for _ in range(4):
+            for batch in batches:
+                add_gradients(net, batch, penalty, len(batches))
+            step(net, optimizer)
         groups = parameter_groups([name for name, _ in net.named_parameters()], PARTS)
         anchor = {name: p.detach().clone() for name, p in net.named_parameters()}
         fisher = fisher_diagonal(net, classification_log_likelihood, stream.train_loader(task, 0), method="loop")
@@ -274,14 +273,14 @@ def by_hand(strengths):
     return {name: p.detach().clone() for name, p in net.named_parameters()}
 
 
-def add_gradients(net, batch, penalty):
-    """Of one micro-batch out of two: the loss on this rank's share, and half the penalty."""
+def add_gradients(net, batch, penalty, window):
+    """Of one micro-batch of a window: the loss on this rank's share, and a part of the penalty."""
     rank, world = dist.get_rank(), dist.get_world_size()
     x, y = (part[len(part) * rank // world : len(part) * (rank + 1) // world] for part in batch)
     loss = nn.functional.cross_entropy(net(x), y) * (len(x) * world / len(batch[0]))
     if penalty is not None:
         loss = loss + sum(penalty(dict(net.named_parameters())).values())
-    (loss / 2).backward()
+    (loss / window).backward()
 
 
 def step(net, optimizer):
