@@ -19,7 +19,7 @@ _CLOSED_CHUNK = 64
 _VMAP_CHUNK = 32
 _VMAP_ELEMENTS = 2**23  # of per-sample gradients held at once: 32 MB in float32
 _UNLIKE = (
-    "`method` 'closed_form' differs from a single sample for {!r}. Do samples of a batch influence each other, does "
+    "`method` 'closed_form' differs from a single sample. Do samples of a batch influence each other, does "
     "`log_likelihood` draw at random, or is the parameter used outside its layer? Use 'auto'."
 )
 
@@ -83,22 +83,26 @@ class Squares:
 
     def _check(self, seen: Seen, alone: Seen) -> None:
         """In the batch the first sample must be what it is alone, and alone the closed form must be its gradient."""
-        pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        exact = True  # or of half precision
+        squares: list[tuple[Tensor, Tensor]] = []
+        rows: list[tuple[Tensor, Tensor]] = []
         for name in self.weights.keys() - seen.lost:
             uses, own = seen.uses.get(name, []), alone.uses.get(name, [])
             if name in alone.lost or [use.layer for use in uses] != [use.layer for use in own]:
-                raise RuntimeError(_UNLIKE.format(name))
-            zero = torch.zeros_like(self.weights[name])
-            squares = sum_of_squares(own, zero.shape) if own else zero
-            pairs[name] = [(squares.sqrt(), alone.gradients.get(name, zero).abs())]
-            pairs[name] += [(use.grads[0], one.grads[0]) for use, one in zip(uses, own, strict=True)]
-            pairs[name] += [(use.inputs[0], one.inputs[0]) for use, one in zip(uses, own, strict=True)]
-        largest = max((_largest(pair[0][1]) for pair in pairs.values()), default=0.0)
-        for name, compared in pairs.items():
-            close = torch.finfo(self.weights[name].dtype).eps ** 0.5
-            for found, expected in compared:  # NaN passes here, and is found in the sum
-                if _largest(found - expected) > close * max(_largest(expected), 1e-4 * largest):
-                    raise RuntimeError(_UNLIKE.format(name))
+                raise RuntimeError(_UNLIKE)
+            rows += [(use.grads[0], one.grads[0]) for use, one in zip(uses, own, strict=True)]
+            rows += [(use.inputs[0], one.inputs[0]) for use, one in zip(uses, own, strict=True)]
+            if own and name in alone.gradients:
+                gradient = alone.gradients[name]
+                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                squares.append((sum_of_squares(own, gradient.shape), wide.square()))
+                exact &= wide.dtype == gradient.dtype
+        for pairs, floor in ((rows, 1e-4), (squares, 1e-8)):
+            scales = [_largest(expected) for _, expected in pairs]
+            for (found, expected), scale in zip(pairs, scales, strict=True):
+                close = (torch.finfo(found.dtype).eps ** 0.5 if exact else 0.1) if found.is_floating_point() else 0.0
+                if _largest(found - expected) > close * max(scale, floor * max(scales)):  # NaN passes, until the sum
+                    raise RuntimeError(_UNLIKE)
 
     # -- one gradient per sample ----------------------------------------------------------------------------------
 
@@ -149,4 +153,6 @@ def _part(chunk: Any, start: int, end: int | None = None) -> Any:
 
 
 def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+    """Largest magnitude; NaN if there is one."""
+    low, high = tensor.aminmax() if tensor.numel() else (torch.zeros(()), torch.zeros(()))
+    return max(-low.item(), high.item())
