@@ -51,7 +51,7 @@ class ModalityEWC(QuadraticMemory):
     """
 
     card: ClassVar[MethodCard] = MethodCard(
-        name="ModalityEWC",
+        name="MA-EWC",
         acts_on="gradient",
         paper="FedCMM, 2026",
         url="https://arxiv.org/abs/2607.12112",

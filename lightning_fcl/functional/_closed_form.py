@@ -65,8 +65,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _is_outer(use: Use) -> bool:
-    linear = type(use.layer) is nn.Linear
-    return use.part == "weight" and (linear or (type(use.layer) in _CONVS and use.layer.groups == 1))  # type: ignore[operator]
+    kind = type(use.layer)
+    return use.part == "weight" and (kind is nn.Linear or (kind in _CONVS and getattr(use.layer, "groups", 1) == 1))
 
 
 def _outer_squares(uses: Sequence[Use], shape: torch.Size) -> Tensor:
@@ -116,7 +116,7 @@ def _unfolded(use: Use) -> Tensor:
     inputs = F.pad(inputs, sides, mode=mode) if any(sides) else inputs
     kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
     if isinstance(layer, nn.Conv1d):
-        inputs, kernel, stride, dilation = inputs.unsqueeze(2), (1, *kernel), (1, *stride), (1, *dilation)  # type: ignore[assignment]
+        inputs, kernel, stride, dilation = inputs.unsqueeze(2), (1, *kernel), (1, *stride), (1, *dilation)
     if math.prod(kernel) == 1:
         return inputs[:, :, :: stride[0], :: stride[1]].flatten(2)
     return F.unfold(inputs, kernel, dilation=dilation, stride=stride)
@@ -135,7 +135,7 @@ def _row_squares(uses: Sequence[Use], shape: torch.Size) -> Tensor:
         known = ids != (-1 if use.layer.padding_idx is None else use.layer.padding_idx)
         owners.append((samples * rows + ids)[known])
         grads.append(g[known])
-    keys, places = torch.cat(owners).unique(return_inverse=True)
+    keys, places = torch.unique(torch.cat(owners), return_inverse=True)
     sums = grads[0].new_zeros(len(keys), width).index_add_(0, places, torch.cat(grads))
     return grads[0].new_zeros(shape).index_add_(0, keys % rows, sums.square_())
 
@@ -180,7 +180,7 @@ def _by_vmap(use: Use) -> Tensor:
 
     def pull(inputs: Tensor, grad: Tensor) -> Tensor:
         forward = lambda w: torch.func.functional_call(use.layer, {**own, use.part: w}, (inputs[None],))  # noqa: E731
-        _, backward = torch.func.vjp(forward, own[use.part])
+        backward = torch.func.vjp(forward, own[use.part])[1]
         gradient: Tensor = backward(grad[None])[0]
         return gradient
 

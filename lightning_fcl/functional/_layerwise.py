@@ -81,7 +81,7 @@ class Watch:
         called = {name for one in calls for name in self.owners[one.layer].values()}
         # Those that no layer has shown are not reached, or used behind their layer's back.
         wanted = list(leaves) if gradients else [name for name in leaves if name not in called | lost]
-        targets = [*(one.edge for one in calls), *(leaves[name] for name in wanted)]
+        targets: Any = [*(one.edge for one in calls), *(leaves[name] for name in wanted)]
         found = torch.autograd.grad(values.sum(), targets, allow_unused=True)
         own = {name: grad for name, grad in zip(wanted, found[len(calls) :], strict=True) if grad is not None}
         lost |= own.keys() - called

@@ -1,25 +1,17 @@
-"""EWC by groups of parameters: a strength for each, importances on one scale, and how far each group has moved."""
+"""EWC by groups of parameters: a strength for each, and importances on one scale."""
 
 from collections.abc import Collection, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
 from lightning_fcl.exceptions import ParamMismatchError
 from lightning_fcl.functional.ewc import ewc_penalty, ewc_penalty_grad
-from lightning_fcl.functional.params import check_same_shapes, norm, total
+from lightning_fcl.functional.params import check_same_shapes, total
 from lightning_fcl.types import Params
 
 Groups = Mapping[str, Collection[str]]
 """Parameter names by group: every name in exactly one."""
-
-
-class GroupDrift(NamedTuple):
-    """How far a group of parameters has moved; see :func:`group_drift`."""
-
-    norm: float
-    relative: float
-    weighted: float
 
 
 def grouped_ewc_penalty(
@@ -56,11 +48,12 @@ def grouped_ewc_penalty(
     Deviation: the paper has one strength; with it the formula is Kirkpatrick et al.'s, whatever the groups.
     """
     check_same_shapes(params=params, anchor=anchor, importance=importance)
-    _check_partition(params, groups)
-    return {
-        group: ewc_penalty(*(_pick(tree, names) for tree in (params, anchor, importance)), strengths[group])
-        for group, names in groups.items()
-    }
+    check_partition(params, groups)
+    prices: dict[str, Tensor] = {}
+    for group, names in groups.items():
+        now, then, weight = (pick(tree, names) for tree in (params, anchor, importance))
+        prices[group] = ewc_penalty(now, then, weight, strengths[group])
+    return prices
 
 
 def grouped_ewc_penalty_grad(
@@ -92,11 +85,11 @@ def grouped_ewc_penalty_grad(
     Deviation: as there.
     """
     check_same_shapes(params=params, anchor=anchor, importance=importance)
-    _check_partition(params, groups)
+    check_partition(params, groups)
     gradients: dict[str, Tensor] = {}
     for group, names in groups.items():
-        trees = (_pick(tree, names) for tree in (params, anchor, importance))
-        gradients |= ewc_penalty_grad(*trees, strengths[group])
+        now, then, weight = (pick(tree, names) for tree in (params, anchor, importance))
+        gradients |= ewc_penalty_grad(now, then, weight, strengths[group])
     return gradients
 
 
@@ -133,7 +126,7 @@ def normalise_importance(
     """
     if how not in ("none", "global", "per_group"):
         raise ValueError(f'`how` must be "none", "global" or "per_group", got {how!r}.')
-    _check_partition(importance, groups)
+    check_partition(importance, groups)
     if how == "none":
         return dict(importance)
     scaled: dict[str, Tensor] = {}
@@ -146,58 +139,13 @@ def normalise_importance(
     return {name: scaled[name] for name in importance}
 
 
-def group_drift(
-    params: Params, anchor: Params, groups: Groups, importance: Params | None = None
-) -> dict[str, GroupDrift]:
-    r"""How far each group has moved since ``anchor``.
-
-    ``norm`` is :math:`\lVert\theta - \theta^\star\rVert`, ``relative`` the same over :math:`\lVert\theta^\star\rVert`,
-    ``weighted`` is :math:`\sqrt{\sum_i F_i (\theta_i - \theta^\star_i)^2}`, whose half square is about the
-    Kullback-Leibler divergence (in nats) from the old predictions to the new ones on the data that the importance was
-    measured on.
-
-    Args:
-        params: Weights now.
-        anchor: Weights then; same names and shapes.
-        groups: Parameter names by group; a partition.
-        importance: Diagonal Fisher information at ``anchor``, not normalised; without it ``weighted`` is NaN.
-
-    Returns:
-        Three numbers by group.
-
-    Raises:
-        ParamMismatchError: If names or shapes differ, or ``groups`` is no partition of the names.
-
-    Example:
-        >>> import torch
-        >>> new, old = {"a": torch.tensor([3.0, 4.0])}, {"a": torch.tensor([0.0, 0.0])}
-        >>> group_drift(new, old, {"vision": ["a"]}, {"a": torch.tensor([1.0, 0.0])})["vision"]
-        GroupDrift(norm=5.0, relative=inf, weighted=3.0)
-
-    Source: the second-order expansion of the divergence; FedCMM reports drift by modality.
-
-    Deviation: the paper does not define its drift.
-    """
-    trees = {"params": params, "anchor": anchor} | ({} if importance is None else {"importance": importance})
-    check_same_shapes(**trees)
-    _check_partition(params, groups)
-    found: dict[str, GroupDrift] = {}
-    for group, names in groups.items():
-        moves = {name: params[name].double() - anchor[name].double() for name in names}
-        length, start = norm(moves).item(), norm(_pick(anchor, names)).item()
-        weighted = float("nan")
-        if importance is not None:
-            weighted = total((importance[n].double() * moves[n].square()).sum() for n in names).sqrt().item()
-        relative = length / start if start else (float("inf") if length else 0.0)
-        found[group] = GroupDrift(length, relative, weighted)
-    return found
-
-
-def _pick(tree: Params, names: Collection[str]) -> dict[str, Tensor]:
+def pick(tree: Params, names: Collection[str]) -> dict[str, Tensor]:
+    """The part of a tree that ``names`` holds."""
     return {name: tree[name] for name in names}
 
 
-def _check_partition(params: Params, groups: Groups) -> None:
+def check_partition(params: Params, groups: Groups) -> None:
+    """Raise ParamMismatchError unless each name of ``params`` is in exactly one group."""
     listed = [name for names in groups.values() for name in names]
     strays = sorted(params.keys() ^ set(listed)) or sorted({name for name in listed if listed.count(name) > 1})
     if strays:
