@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_fcl.callbacks import FedProx as FedProx
     from lightning_fcl.callbacks import FedSAM as FedSAM
     from lightning_fcl.callbacks import FedSOL as FedSOL
+    from lightning_fcl.callbacks import ModalityEWC as ModalityEWC
     from lightning_fcl.callbacks import OLoRA as OLoRA
     from lightning_fcl.callbacks import RoundEarlyStopping as RoundEarlyStopping
     from lightning_fcl.callbacks import SaveSubspaces as SaveSubspaces
@@ -84,6 +85,7 @@ _HOMES = {
     "LossTermsMixin": "mixins",
     "LwF": "mixins",
     "MOON": "mixins",
+    "ModalityEWC": "callbacks",
     "OLoRA": "callbacks",
     "PartitionPlan": "data",
     "RoundEarlyStopping": "callbacks",

@@ -1,6 +1,7 @@
 """EWC: slow down the weights that mattered for earlier tasks."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, ClassVar, Literal
@@ -21,7 +22,97 @@ from lightning_fcl.functional.likelihood import classification_log_likelihood
 from lightning_fcl.types import MethodCard, Params
 
 
-class EWC(ContinualCallback):
+class QuadraticMemory(ContinualCallback):
+    """What EWC and its kin share: importances measured when a task ends, and one quadratic for all of them.
+
+    Args:
+        memory: ``"all"`` protects all earlier tasks, ``"last"`` only the one before.
+        log_likelihood: ``f(module, batch) -> Tensor [B]``, log p(y|x) per example.
+        num_samples: Measure on so many examples; ``None`` for all.
+
+    Raises:
+        MisconfigurationError: If ``memory`` is another word; at setup, if the strategy hides whole gradients.
+    """
+
+    def __init__(
+        self, *, memory: Literal["all", "last"], log_likelihood: Callable[[Any, Any], Tensor], num_samples: int | None
+    ) -> None:
+        if memory not in ("all", "last"):
+            raise MisconfigurationError(f'`memory` must be "all" or "last", got {memory!r}.')
+        self.memory = memory
+        self.log_likelihood = log_likelihood
+        self.num_samples = num_samples
+        self.importance: dict[str, Tensor] = {}
+        """Fisher diagonal by parameter name, mean over samples; empty before the first task ends."""
+        self.anchor: dict[str, Tensor] = {}
+        """Where the quadratic has its minimum, by parameter name."""
+
+    @property
+    @abstractmethod
+    def is_on(self) -> bool:
+        """Whether there is any pull; without one nothing is measured."""
+
+    @abstractmethod
+    def pull(self, weights: Params, anchor: Params, importance: Params) -> dict[str, Tensor]:
+        """Gradient of the penalty, by parameter name; all three trees have the same names."""
+
+    def weigh(self, importance: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The importance of one task as it enters the memory; by default as measured."""
+        return importance
+
+    @override
+    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
+        check_gradient_access(trainer, type(self).__name__)
+
+    @override
+    def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        device = pl_module.device
+        self.importance = {name: value.to(device) for name, value in self.importance.items()}
+        self.anchor = {name: value.to(device) for name, value in self.anchor.items()}
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self.importance and self.is_on:
+            add_penalty(trainer, pl_module, self._pull, self.importance)
+
+    def _pull(self, weights: Params) -> Params:
+        anchor, importance = ({name: tree[name] for name in weights} for tree in (self.anchor, self.importance))
+        return self.pull(weights, anchor, importance)
+
+    @override
+    def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        if not self.is_on:
+            return
+        limit = trainer.num_training_batches
+        loader = islice(trainer.train_dataloader, None if math.isinf(limit) else int(limit))
+        batches = (as_in_training(trainer, pl_module, batch) for batch in loader)
+        importance = fisher_diagonal(pl_module, self.log_likelihood, batches, num_samples=self.num_samples)
+        if isinstance(trainer, L.Trainer) and trainer.world_size > 1:
+            # Each rank measured its own share; DistributedSampler makes the shares equal.
+            importance = {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in importance.items()}
+        importance = self.weigh(importance)
+        anchor = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
+        if self.importance and self.memory == "all":
+            shared = self.importance.keys() & importance.keys()
+            old = {n: self.importance[n] for n in shared}, {n: self.anchor[n] for n in shared}
+            new = {n: importance[n] for n in shared}, {n: anchor[n] for n in shared}
+            merged_importance, merged_anchor, _ = merge_quadratics(old, new)
+            importance, anchor = {**importance, **merged_importance}, {**anchor, **merged_anchor}
+        self.importance, self.anchor = importance, anchor
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"importance": self.importance, "anchor": self.anchor} if self.importance else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.importance = dict(state_dict.get("importance", {}))
+        self.anchor = dict(state_dict.get("anchor", {}))
+
+
+class EWC(QuadraticMemory):
     r"""Quadratic pull toward the weights of earlier tasks, weighted by their diagonal Fisher information.
 
     .. math:: L(\theta) + \tfrac{\lambda}{2} \sum_i F_i (\theta_i - \theta^\star_i)^2
@@ -71,73 +162,20 @@ class EWC(ContinualCallback):
         log_likelihood: Callable[[Any, Any], Tensor] = classification_log_likelihood,
         num_samples: int | None = None,
     ) -> None:
+        super().__init__(memory=memory, log_likelihood=log_likelihood, num_samples=num_samples)
         check_strength(strength)
-        if memory not in ("all", "last"):
-            raise MisconfigurationError(f'`memory` must be "all" or "last", got {memory!r}.')
         self.strength = strength
-        self.memory = memory
-        self.log_likelihood = log_likelihood
-        self.num_samples = num_samples
-        self.importance: dict[str, Tensor] = {}
-        """Fisher diagonal by parameter name, mean over samples; empty before the first task ends."""
-        self.anchor: dict[str, Tensor] = {}
-        """Where the quadratic has its minimum, by parameter name."""
 
     @property
     @override
     def state_key(self) -> str:
         return self._generate_state_key(strength=self.strength, memory=self.memory)
 
+    @property
     @override
-    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
-        check_gradient_access(trainer, "EWC")
+    def is_on(self) -> bool:
+        return self.strength > 0
 
     @override
-    def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        device = pl_module.device
-        self.importance = {name: value.to(device) for name, value in self.importance.items()}
-        self.anchor = {name: value.to(device) for name, value in self.anchor.items()}
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        if self.importance and self.strength > 0:
-            add_penalty(trainer, pl_module, self._pull, self.importance)
-
-    def _pull(self, weights: Params) -> Params:
-        return ewc_penalty_grad(
-            weights,
-            {name: self.anchor[name] for name in weights},
-            {name: self.importance[name] for name in weights},
-            self.strength,
-        )
-
-    @override
-    def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        if self.strength == 0:
-            return
-        limit = trainer.num_training_batches
-        loader = islice(trainer.train_dataloader, None if math.isinf(limit) else int(limit))
-        batches = (as_in_training(trainer, pl_module, batch) for batch in loader)
-        importance = fisher_diagonal(pl_module, self.log_likelihood, batches, num_samples=self.num_samples)
-        if isinstance(trainer, L.Trainer) and trainer.world_size > 1:
-            # Each rank measured its own share; DistributedSampler makes the shares equal.
-            importance = {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in importance.items()}
-        anchor = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
-        if self.importance and self.memory == "all":
-            shared = self.importance.keys() & importance.keys()
-            old = {n: self.importance[n] for n in shared}, {n: self.anchor[n] for n in shared}
-            new = {n: importance[n] for n in shared}, {n: anchor[n] for n in shared}
-            merged_importance, merged_anchor, _ = merge_quadratics(old, new)
-            importance, anchor = {**importance, **merged_importance}, {**anchor, **merged_anchor}
-        self.importance, self.anchor = importance, anchor
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"importance": self.importance, "anchor": self.anchor} if self.importance else {}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.importance = dict(state_dict.get("importance", {}))
-        self.anchor = dict(state_dict.get("anchor", {}))
+    def pull(self, weights: Params, anchor: Params, importance: Params) -> dict[str, Tensor]:
+        return ewc_penalty_grad(weights, anchor, importance, self.strength)

@@ -19,6 +19,8 @@ from lightning_fcl.functional.distances import mix as mix
 from lightning_fcl.functional.distances import square_distances as square_distances
 from lightning_fcl.functional.distances import tiles as tiles
 from lightning_fcl.functional.distillation import distillation_loss as distillation_loss
+from lightning_fcl.functional.drift import GroupDrift as GroupDrift
+from lightning_fcl.functional.drift import group_drift as group_drift
 from lightning_fcl.functional.dual_branch import class_balanced_batch as class_balanced_batch
 from lightning_fcl.functional.dual_branch import local_branch_weight as local_branch_weight
 from lightning_fcl.functional.dual_branch import missing_rate as missing_rate
@@ -64,6 +66,9 @@ from lightning_fcl.functional.mean import delta_dot as delta_dot
 from lightning_fcl.functional.mean import tree_sum as tree_sum
 from lightning_fcl.functional.mean import weighted_delta_sum as weighted_delta_sum
 from lightning_fcl.functional.mean import weighted_mean as weighted_mean
+from lightning_fcl.functional.modality_ewc import grouped_ewc_penalty as grouped_ewc_penalty
+from lightning_fcl.functional.modality_ewc import grouped_ewc_penalty_grad as grouped_ewc_penalty_grad
+from lightning_fcl.functional.modality_ewc import normalise_importance as normalise_importance
 from lightning_fcl.functional.moe_lora import moe_lora as moe_lora
 from lightning_fcl.functional.moon import model_contrastive_loss as model_contrastive_loss
 from lightning_fcl.functional.norm_bound import bound_factor as bound_factor

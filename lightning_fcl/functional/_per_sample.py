@@ -14,7 +14,7 @@ from lightning_fcl.types import Params
 
 
 class PerSample(nn.Module):
-    """``log_likelihood(module, sample)`` as a function of the weights.
+    """``log_likelihood(module, batch)`` as a function of the weights.
 
     ``functional_call`` swaps weights inside a module; as a child of this one, ``module`` is what it swaps them in, and
     ``log_likelihood`` may use it in any way (methods, children, several calls) and still sees the swapped weights.
@@ -27,26 +27,30 @@ class PerSample(nn.Module):
         self.log_likelihood = log_likelihood
         self.copies = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
-    def forward(self, sample: Any) -> Tensor:
-        """The checked log-likelihood of one sample: a scalar."""
-        value = self.log_likelihood(self.module, sample)
-        if value.shape != (1,):
+    def forward(self, batch: Any, count: int = 1) -> Tensor:
+        """The checked log-likelihoods of a batch, shape ``(count,)``."""
+        value = self.log_likelihood(self.module, batch)
+        if value.shape != (count,):
             raise ValueError(
-                f"`log_likelihood` must return shape (B,), one value per sample, got {tuple(value.shape)} for B = 1. "
-                "Do not average over the batch."
+                f"`log_likelihood` must return shape (B,), one value per sample, got {tuple(value.shape)} for "
+                f"B = {count}. Do not average over the batch."
             )
         if not value.requires_grad:
             raise ValueError(
                 "`log_likelihood` must depend on the parameters, got a result without gradient. "
                 "Does it detach or run under `torch.no_grad()`?"
             )
-        return value[0]
+        return value
+
+    def values(self, weights: Params, buffers: Params, batch: Any, count: int) -> Tensor:
+        """Log-likelihoods of ``count`` samples under other weights and buffers, named as in ``module``."""
+        tensors = {f"module.{name}": tensor for name, tensor in (*weights.items(), *buffers.items())}
+        values: Tensor = torch.func.functional_call(self, tensors, (batch, count))
+        return values
 
     def value(self, weights: Params, buffers: Params, sample: Any) -> Tensor:
-        """The log-likelihood of one sample under other weights and buffers, named as in ``module``."""
-        tensors = {f"module.{name}": tensor for name, tensor in (*weights.items(), *buffers.items())}
-        value: Tensor = torch.func.functional_call(self, tensors, (sample,))
-        return value
+        """The log-likelihood of one sample under other weights and buffers, named as in ``module``: a scalar."""
+        return self.values(weights, buffers, sample, 1)[0]
 
 
 def is_batched(leaf: Any) -> bool:

@@ -1,18 +1,14 @@
 """Diagonal Fisher information: squared gradients of single samples, averaged over all samples."""
 
-import warnings
 from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from lightning_fcl.functional._per_sample import PerSample, chunks, is_batched, undisturbed
+from lightning_fcl.functional._per_sample import chunks, undisturbed
+from lightning_fcl.functional._squares import METHODS, Squares
 from lightning_fcl.functional.likelihood import LogLikelihood
-
-_MAX_CHUNK = 32
-_CHUNK_ELEMENTS = 2**23  # of per-sample gradients held at once: 32 MB in float32
 
 
 def fisher_diagonal(
@@ -23,7 +19,7 @@ def fisher_diagonal(
     params: Collection[str] | None = None,
     num_samples: int | None = None,
     chunk_size: int | None = None,
-    method: Literal["auto", "vmap", "loop"] = "auto",
+    method: Literal["auto", "closed_form", "vmap", "loop"] = "auto",
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     r"""How much every weight matters for the data: the diagonal of the empirical Fisher information.
@@ -35,17 +31,20 @@ def fisher_diagonal(
 
     Args:
         module: The model at the end of a task.
-        log_likelihood: Gets ``(module, batch)``, returns shape ``(B,)``, the log-likelihood of each sample in nats. It
-            is called with one sample at a time, whose leading dimension of size 1 is kept.
+        log_likelihood: Gets ``(module, batch)``, returns shape ``(B,)``, the log-likelihood of each sample in nats;
+            no other sample may change it. It is called with one sample, as a batch of size 1, or with several.
         batches: Any containers of tensors that share their first dimension, e.g. a DataLoader. Scalars and values that
             are no tensors are passed on whole. Tensors are moved to the module's device.
         params: Names to include; by default all parameters that require a gradient.
         num_samples: Stop after so many samples; by default all are used.
-        chunk_size: Samples whose gradients are held at once with ``"vmap"``; memory is ``chunk_size`` times the
-            parameters. By default as many as fit 2**23 elements, from 1 to 32.
-        method: ``"vmap"`` (fast for small parameter trees), ``"loop"`` (one backward pass per sample, always works), or
-            ``"auto"``: vmap for chunks of two samples or more, and the loop, with a warning, if vmap cannot run the
-            module.
+        chunk_size: Samples in one pass. By default the batch, at most 64, with the closed form; as many as fit 2**23
+            elements of gradients, from 1 to 32, with ``"vmap"``, whose memory is ``chunk_size`` times the parameters.
+        method: ``"closed_form"``: one forward and one backward pass for all samples, from which the squares of linear,
+            convolution, embedding and norm layers follow; any other layer that maps one tensor to one is run by vmap,
+            alone. ``"vmap"``: all at once by ``torch.func``. ``"loop"``: one backward pass per sample; always works.
+            ``"auto"``: for parameters whose layers allow it the closed form, provided that what it sees of the first
+            sample, alone and in its batch, is that sample's gradient; vmap for the others; and the loop, with a
+            warning, if vmap cannot run the module.
         dtype: Of the result. Sums run in float64.
 
     Returns:
@@ -55,7 +54,7 @@ def fisher_diagonal(
         ValueError: If the log-likelihood has another shape, does not depend on the parameters or has gradients that are
             not finite; if a batch's tensors disagree on its size; if there is no sample; or if an argument is out of
             range.
-        RuntimeError: With ``method="vmap"``, if vmap cannot run the module.
+        RuntimeError: If ``method`` names one that cannot measure this module, with the reason.
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -71,55 +70,20 @@ def fisher_diagonal(
     """
     weights = _select(module, params)
     _check_positive(num_samples=num_samples, chunk_size=chunk_size)
-    if method not in ("auto", "vmap", "loop"):
-        raise ValueError(f'`method` must be "auto", "vmap" or "loop", got {method!r}.')
-    fitting = _CHUNK_ELEMENTS // max(1, sum(weight.numel() for weight in weights.values()))
-    size = chunk_size or min(max(fitting, 1), _MAX_CHUNK)
-    vectorised = method == "vmap" or (method == "auto" and size > 1)
+    if method not in METHODS:
+        raise ValueError(f"`method` must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
     device = next(iter(weights.values())).device
     sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()}
     seen = 0
     with undisturbed(module, device):
-        call = PerSample(module, log_likelihood)
-        for count, chunk in chunks(batches, size, num_samples, device):
-            squares = _try_vmap(call, weights, chunk, fall_back=method == "auto") if vectorised else None
-            vectorised = squares is not None
-            for name, square in (squares or _loop(call, weights, count, chunk)).items():
+        squares = Squares(module, log_likelihood, weights, method, chunk_size)
+        for count, chunk in chunks(batches, squares.chunk_size, num_samples, device):
+            for name, square in squares(count, chunk).items():
                 sums[name] += square
             seen += count
     if not seen:
         raise ValueError("`batches` must hold at least one sample, got none. Was the iterator used up before?")
     return {name: _finite(name, value.div_(seen)).to(dtype) for name, value in sums.items()}
-
-
-def _loop(call: PerSample, weights: dict[str, Tensor], count: int, chunk: Any) -> dict[str, Tensor]:
-    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-    squares = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()}
-    for i in range(count):
-        sample = tree_map(lambda leaf, i=i: leaf[i] if is_batched(leaf) else leaf, chunk)
-        value = call.value(leaves, call.copies, sample)
-        grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
-        for square, grad in zip(squares.values(), grads, strict=True):
-            square += grad.double().square()
-    return squares
-
-
-def _try_vmap(call: PerSample, weights: dict[str, Tensor], chunk: Any, *, fall_back: bool) -> dict[str, Tensor] | None:
-    """Sums of squares of one chunk, or ``None`` and a warning if vmap cannot run the module."""
-    in_dims = (None, None, tree_map(lambda leaf: 0 if is_batched(leaf) else None, chunk))
-    gradients = torch.func.vmap(torch.func.grad(call.value), in_dims=in_dims, randomness="different")
-    try:
-        grads = gradients({name: weight.detach() for name, weight in weights.items()}, call.copies, chunk)
-    except RuntimeError as error:
-        if not fall_back:
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        warnings.warn(f"fisher_diagonal runs sample by sample, since vmap failed: {reason}", stacklevel=3)
-        return None
-    return {
-        name: grad.to(torch.promote_types(grad.dtype, torch.float32)).square().sum(0, dtype=torch.float64)
-        for name, grad in grads.items()
-    }
 
 
 def _select(module: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]:

@@ -26,7 +26,8 @@ def updates_of(clients: int, cosine: float, size: int, generator: torch.Generato
     own = torch.randn(clients, size, generator=generator) / size**0.5
     signs = torch.ones(clients, 1)
     signs[0] = -1.0
-    return signs * cosine**0.5 * shared + (1 - cosine) ** 0.5 * own
+    updates: Tensor = signs * cosine**0.5 * shared + (1 - cosine) ** 0.5 * own
+    return updates
 
 
 def measure(clients: int, cosine: float, rounds: int, size: int, seed: int) -> dict[str, float]:
