@@ -1,0 +1,86 @@
+"""What the shipped tiny LLaVA has been taught: to name what is in a picture, and to repeat words."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lightning_fcl.data.pictures import (
+    COLOURS,
+    SHAPES,
+    Part,
+    Picture,
+    Thing,
+    draw_bars,
+    draw_digits,
+    draw_things,
+    thing_in_cell,
+)
+
+Turn = tuple[str, str, str]
+"""Skill, question, answer."""
+Lesson = tuple[Picture, list[Turn]]
+TURNS = 4
+
+
+def lesson(rng: np.random.Generator, part: Part, words: Sequence[str]) -> Lesson:
+    """A picture and up to five questions on it, none of them worded or answered as a task of the stream.
+
+    Args:
+        rng: The source of randomness.
+        part: Which handwritten digits may be shown.
+        words: Words to repeat; with them, the model learns to say every word that it may need later.
+    """
+    draw = _SCENES[int(rng.choice(len(_SCENES), p=_SHARES))]
+    picture, turns = draw(rng, part)
+    turns = [turns[i] for i in rng.permutation(len(turns))[:TURNS]]
+    if rng.random() < 0.3:
+        text = " ".join(rng.choice(words, size=int(rng.integers(1, 4))))
+        turns.insert(int(rng.integers(len(turns) + 1)), ("repeat", f"Repeat: {text}", text))
+    return picture, turns
+
+
+def _attributes(rng: np.random.Generator, part: Part) -> Lesson:
+    count = int(rng.integers(1, 5))
+    kinds = zip(rng.permutation(SHAPES)[:count], rng.permutation(list(COLOURS))[:count], strict=True)
+    cells = rng.permutation(9)
+    things = [thing_in_cell(rng, str(s), str(c), int(cells[i])) for i, (s, c) in enumerate(kinds)]
+    turns = [turn for thing in things for turn in _about(thing)]
+    return draw_things(rng, things), turns
+
+
+def _about(thing: Thing) -> list[Turn]:
+    return [
+        ("colour", f"Name the colour of the {thing.shape}.", thing.colour),
+        ("shape", f"Name the shape in {thing.colour}.", thing.shape),
+        ("place", f"Name the place of the {thing.name}.", thing.place),
+    ]
+
+
+def _crowd(rng: np.random.Generator, part: Part) -> Lesson:
+    count = int(rng.integers(1, 10))
+    few = rng.permutation(list(COLOURS))[:2]
+    cells = rng.permutation(9)[:count]
+    things = [thing_in_cell(rng, str(rng.choice(SHAPES)), str(rng.choice(few)), int(cell)) for cell in cells]
+    turns = [("count", "Name the number of shapes.", str(count))]
+    for colour in few:
+        held = sum(thing.colour == colour for thing in things)
+        turns.append(("count colour", f"Name the number of {colour} shapes.", str(held)))
+    return draw_things(rng, things), turns
+
+
+def _digits(rng: np.random.Generator, part: Part) -> Lesson:
+    digits = [int(digit) for digit in rng.integers(0, 10, size=int(rng.integers(1, 3)))]
+    sides = ("",) if len(digits) == 1 else ("left ", "right ")
+    turns = [("digit", f"Name the {side}digit.", str(digit)) for side, digit in zip(sides, digits, strict=True)]
+    return draw_digits(rng, digits, part), turns
+
+
+def _bars(rng: np.random.Generator, part: Part) -> Lesson:
+    colours = rng.permutation(list(COLOURS))[:3]
+    heights = {str(colour): int(rng.integers(1, 8)) for colour in colours}
+    turns = [("level", f"Name the level of {colour}.", str(height)) for colour, height in heights.items()]
+    return draw_bars(rng, heights), turns
+
+
+_SCENES: tuple[Callable[[np.random.Generator, Part], Lesson], ...] = (_attributes, _crowd, _digits, _bars)
+_SHARES = (0.3, 0.15, 0.4, 0.15)
