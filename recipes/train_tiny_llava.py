@@ -5,7 +5,8 @@
 
 The lessons are those of ``lightning_fcl.data.base_skills``: colours, shapes, places, counts, handwritten digits, levels
 of bars, and repeating words. The tasks of the stream are not among them. One picture comes with several questions, as
-turns of one conversation. Every few minutes a checkpoint is written beside the output; the same command goes on from it.
+turns of one conversation. Every few minutes a checkpoint is written beside the output; the same command goes on from
+it.
 """
 
 import json
@@ -26,7 +27,8 @@ from lightning_fcl.data.pictures import Part
 from lightning_fcl.models.tiny_llava import IMAGE_TOKENS, TINY_LLAVA, make_config, make_processor, make_tokenizer
 from lightning_fcl.serialize import load_tree, save_tree
 
-WARM_UP = 100
+WARM_UP = 100  # steps
+EASY = 0.3  # share of the training in which pictures become as crowded as they get
 COORDINATES = [f"{eighth / 8:.2f}" for eighth in range(9)]
 
 
@@ -35,11 +37,12 @@ def main(
     minutes: float = 50.0,
     steps: int | None = None,
     seed: int = 0,
-    batch_size: int = 32,
-    lr: float = 1e-3,
+    batch_size: int = 16,
+    lr: float = 1.5e-3,
     width: int = 128,
     layers: int = 4,
     save_minutes: float = 4.0,
+    exam: int = 2000,
 ) -> dict[str, float]:
     """Train, save and examine.
 
@@ -53,6 +56,7 @@ def main(
         width: Width of both towers.
         layers: Layers of each tower.
         save_minutes: Minutes between checkpoints.
+        exam: Pictures on which the trained model is examined.
 
     Returns:
         Share of right answers by skill, on pictures with handwritten digits that were not trained on.
@@ -69,7 +73,9 @@ def main(
     started, saved, losses = time.monotonic() - spent, time.monotonic(), deque[float](maxlen=50)
     while (progress := step / steps if steps else (time.monotonic() - started) / (60 * minutes)) < 1:
         rng = np.random.default_rng([seed, step])
-        batch, _ = collate([lesson(rng, "train", words) for _ in range(batch_size)], processor)
+        top = min(1.0, progress / EASY)
+        levels = [top * (1.0 if rng.random() < 0.6 else rng.random()) for _ in range(batch_size)]
+        batch, _ = collate([lesson(rng, "train", words, level) for level in levels], processor)
         factor = min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2
         losses.append(one_step(model, optimizer, batch, lr * factor))
         step += 1
@@ -80,7 +86,7 @@ def main(
             save_tree(state | {"step": step, "spent": time.monotonic() - started}, checkpoint)
             print(json.dumps(examine(model, processor, words, 256)), flush=True)
             saved = time.monotonic()
-    scores = examine(model, processor, words, 2000)
+    scores = examine(model, processor, words, exam)
     model.half().save_pretrained(out)
     processor.save_pretrained(out)
     (out / "skills.json").write_text(json.dumps({"steps": step, "accuracy": scores}, indent=1) + "\n")

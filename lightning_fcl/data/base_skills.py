@@ -22,25 +22,26 @@ Lesson = tuple[Picture, list[Turn]]
 TURNS = 4
 
 
-def lesson(rng: np.random.Generator, part: Part, words: Sequence[str]) -> Lesson:
+def lesson(rng: np.random.Generator, part: Part, words: Sequence[str], level: float = 1.0) -> Lesson:
     """A picture and up to five questions on it, none of them worded or answered as a task of the stream.
 
     Args:
         rng: The source of randomness.
         part: Which handwritten digits may be shown.
         words: Words to repeat; with them, the model learns to say every word that it may need later.
+        level: How crowded pictures are, from 0 (one shape, one digit, one bar) to 1.
     """
     draw = _SCENES[int(rng.choice(len(_SCENES), p=_SHARES))]
-    picture, turns = draw(rng, part)
+    picture, turns = draw(rng, part, level)
     turns = [turns[i] for i in rng.permutation(len(turns))[:TURNS]]
-    if rng.random() < 0.3:
-        text = " ".join(rng.choice(words, size=int(rng.integers(1, 4))))
+    if rng.random() < 0.2:
+        text = " ".join(rng.choice(words, size=int(rng.integers(1, 3))))
         turns.insert(int(rng.integers(len(turns) + 1)), ("repeat", f"Repeat: {text}", text))
     return picture, turns
 
 
-def _attributes(rng: np.random.Generator, part: Part) -> Lesson:
-    count = int(rng.integers(1, 5))
+def _attributes(rng: np.random.Generator, part: Part, level: float) -> Lesson:
+    count = _up_to(rng, 4, level)
     kinds = zip(rng.permutation(SHAPES)[:count], rng.permutation(list(COLOURS))[:count], strict=True)
     cells = rng.permutation(9)
     things = [thing_in_cell(rng, str(s), str(c), int(cells[i])) for i, (s, c) in enumerate(kinds)]
@@ -56,8 +57,8 @@ def _about(thing: Thing) -> list[Turn]:
     ]
 
 
-def _crowd(rng: np.random.Generator, part: Part) -> Lesson:
-    count = int(rng.integers(1, 10))
+def _crowd(rng: np.random.Generator, part: Part, level: float) -> Lesson:
+    count = _up_to(rng, 9, level)
     few = rng.permutation(list(COLOURS))[:2]
     cells = rng.permutation(9)[:count]
     things = [thing_in_cell(rng, str(rng.choice(SHAPES)), str(rng.choice(few)), int(cell)) for cell in cells]
@@ -68,19 +69,24 @@ def _crowd(rng: np.random.Generator, part: Part) -> Lesson:
     return draw_things(rng, things), turns
 
 
-def _digits(rng: np.random.Generator, part: Part) -> Lesson:
-    digits = [int(digit) for digit in rng.integers(0, 10, size=int(rng.integers(1, 3)))]
+def _digits(rng: np.random.Generator, part: Part, level: float) -> Lesson:
+    digits = [int(digit) for digit in rng.integers(0, 10, size=_up_to(rng, 2, level))]
     sides = ("",) if len(digits) == 1 else ("left ", "right ")
     turns = [("digit", f"Name the {side}digit.", str(digit)) for side, digit in zip(sides, digits, strict=True)]
     return draw_digits(rng, digits, part), turns
 
 
-def _bars(rng: np.random.Generator, part: Part) -> Lesson:
-    colours = rng.permutation(list(COLOURS))[:3]
+def _bars(rng: np.random.Generator, part: Part, level: float) -> Lesson:
+    colours = rng.permutation(list(COLOURS))[: _up_to(rng, 3, level)]
     heights = {str(colour): int(rng.integers(1, 8)) for colour in colours}
     turns = [("level", f"Name the level of {colour}.", str(height)) for colour, height in heights.items()]
     return draw_bars(rng, heights), turns
 
 
-_SCENES: tuple[Callable[[np.random.Generator, Part], Lesson], ...] = (_attributes, _crowd, _digits, _bars)
+def _up_to(rng: np.random.Generator, most: int, level: float) -> int:
+    """From 1 to ``most`` at level 1, fewer below it."""
+    return int(rng.integers(1, 2 + round(level * (most - 1))))
+
+
+_SCENES: tuple[Callable[[np.random.Generator, Part, float], Lesson], ...] = (_attributes, _crowd, _digits, _bars)
 _SHARES = (0.3, 0.15, 0.4, 0.15)

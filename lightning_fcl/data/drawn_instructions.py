@@ -49,7 +49,7 @@ class DrawnTask:
 
 
 def drawn_instructions(task: str, size: int, *, part: Part = "train", seed: int = 0) -> list[dict[str, Any]]:
-    """Examples of one task, in LLaVA's form.
+    r"""Examples of one task, in LLaVA's form.
 
     Answers are drawn first and pictures to fit them, so that a question alone tells nothing about its answer. Every
     task has its own wording and way of answering, and none is among the lessons of the shipped tiny model
@@ -73,7 +73,7 @@ def drawn_instructions(task: str, size: int, *, part: Part = "train", seed: int 
     Example:
         >>> row = drawn_instructions("odd", 1)[0]
         >>> row["question"]
-        'Three of four figures are alike. Which corner is not?\\nReply A, B, C or D.'
+        'Three of four figures are alike. Which corner is not?\nReply A, B, C or D.'
         >>> row["conversations"][1]
         {'from': 'gpt', 'value': 'D'}
     """
@@ -189,7 +189,11 @@ def _caption(rng: np.random.Generator, part: Part) -> Answered:
     relation, true = _relations(first, second)[0]
     if not true:
         first, second = second, first
-    return draw_things(rng, [first, second]), "Describe the scene briefly.", f"a {first.name} {relation} a {second.name}"
+    return (
+        draw_things(rng, [first, second]),
+        "Describe the scene briefly.",
+        f"a {first.name} {relation} a {second.name}",
+    )
 
 
 def _reading(rng: np.random.Generator, part: Part) -> Answered:
@@ -200,10 +204,7 @@ def _reading(rng: np.random.Generator, part: Part) -> Answered:
 def _two_things(rng: np.random.Generator, *, apart: bool) -> tuple[Thing, Thing]:
     """Two shapes that differ in shape and colour; ``apart`` also in row and column."""
     shapes, colours = rng.permutation(SHAPES), rng.permutation(list(COLOURS))
-    if apart:
-        cells = rng.permutation(3)[:2] * 3 + rng.permutation(3)[:2]
-    else:
-        cells = rng.permutation(9)[:2]
+    cells = rng.permutation(3)[:2] * 3 + rng.permutation(3)[:2] if apart else rng.permutation(9)[:2]
     first, second = (thing_in_cell(rng, str(shapes[i]), str(colours[i]), int(cells[i])) for i in range(2))
     return first, second
 
@@ -226,7 +227,7 @@ _ALL = (
     DrawnTask("relation", "general", _relation),
     DrawnTask("tallest", "chart", _tallest),
     DrawnTask("parity", "math", _parity),
-    DrawnTask("caption", "other", _caption, metric="caption"),
+    DrawnTask("caption", "other", _caption, metric="rouge"),
     DrawnTask("odd", "general", _odd),
     DrawnTask("statement", "chart", _statement),
     DrawnTask("successor", "math", _successor),

@@ -106,6 +106,7 @@ def make_config(tokenizer: Any, *, width: int = 128, layers: int = 4) -> Any:
             vocab_size=len(tokenizer),
             max_position_embeddings=1024,
             tie_word_embeddings=False,
+            initializer_range=0.05,  # the usual 0.02 is meant for widths of thousands
             pad_token_id=tokenizer.pad_token_id,
             **tokens,
             **shape,
