@@ -4,9 +4,10 @@
     python recipes/train_tiny_llava.py --steps 3 --out /tmp/tiny
 
 The lessons are those of ``lightning_fcl.data.base_skills``: colours, shapes, places, counts, handwritten digits, levels
-of bars, and repeating words. The tasks of the stream are not among them. One picture comes with several questions, as
-turns of one conversation. Every few minutes a checkpoint is written beside the output; the same command goes on from
-it.
+of bars, and repeating words. The tasks of the stream are not among them. First the vision tower and the projector alone
+learn to give each patch the embeddings of the words for what is there; then the whole model answers questions, several
+on each picture, as turns of one conversation. Every few minutes a checkpoint is written beside the output; the same
+command goes on from it.
 """
 
 import json
@@ -21,15 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl._recipes import command_line
-from lightning_fcl.data.base_skills import Lesson, lesson
-from lightning_fcl.data.drawn_instructions import DRAWN_TASKS, drawn_instructions
-from lightning_fcl.data.pictures import Part
-from lightning_fcl.models.tiny_llava import IMAGE_TOKENS, TINY_LLAVA, make_config, make_processor, make_tokenizer
+from lightning_fcl.data.base_skills import lesson
+from lightning_fcl.models.tiny_lessons import collate, patch_loss, vocabulary
+from lightning_fcl.models.tiny_llava import TINY_LLAVA, make_config, make_processor
 from lightning_fcl.serialize import load_tree, save_tree
 
 WARM_UP = 100  # steps
-EASY = 0.3  # share of the training in which pictures become as crowded as they get
-COORDINATES = [f"{eighth / 8:.2f}" for eighth in range(9)]
+SEEING = 0.2  # share of the training that is spent on seeing alone
+EASY = 0.4  # share of the training in which pictures become as crowded as they get
 
 
 def main(
@@ -70,17 +70,19 @@ def main(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
     checkpoint = out.with_name(f"{out.name}.checkpoint")
     step, spent = resume(checkpoint, model, optimizer) if checkpoint.exists() else (0, 0.0)
-    started, saved, losses = time.monotonic() - spent, time.monotonic(), deque[float](maxlen=50)
+    started, saved, losses = time.monotonic() - spent, time.monotonic(), deque[list[float]](maxlen=50)
     while (progress := step / steps if steps else (time.monotonic() - started) / (60 * minutes)) < 1:
         rng = np.random.default_rng([seed, step])
-        top = min(1.0, progress / EASY)
+        see_only = progress < SEEING
+        top = 1.0 if see_only else min(1.0, progress / EASY)
         levels = [top * (1.0 if rng.random() < 0.6 else rng.random()) for _ in range(batch_size)]
         batch, _ = collate([lesson(rng, "train", words, level) for level in levels], processor)
         factor = min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2
-        losses.append(one_step(model, optimizer, batch, lr * factor))
+        losses.append(one_step(model, optimizer, batch, lr * factor, see_only=see_only))
         step += 1
         if step % 50 == 0:
-            print(f"step {step}  {progress:.0%}  loss {np.mean(losses):.4f}", flush=True)
+            recent = np.mean([one for one in losses if len(one) == len(losses[-1])], axis=0)
+            print(f"step {step}  {progress:.0%}  losses {recent.round(4)}", flush=True)
         if time.monotonic() - saved > 60 * save_minutes:
             state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
             save_tree(state | {"step": step, "spent": time.monotonic() - started}, checkpoint)
@@ -94,65 +96,34 @@ def main(
     return scores
 
 
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], lr: float) -> float:
-    """The loss, in nats per token, before the weights moved."""
+def one_step(model: Any, optimizer: Any, batch: dict[str, Tensor], lr: float, *, see_only: bool) -> list[float]:
+    """The losses before the weights moved: of the patches, and of the answers, in nats per patch and token."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    loss: Tensor = model(**batch).loss
-    loss.backward()  # type: ignore[no-untyped-call]
+    inputs = dict(batch)
+    words, ids, pixels = inputs.pop("words"), inputs.pop("input_ids"), inputs.pop("pixel_values")
+    seen = torch.stack(list(model.model.get_image_features(pixels).pooler_output))  # [B, 64, width]
+    embed = model.get_input_embeddings()
+    losses = [patch_loss(seen, embed.weight, words)]
+    if not see_only:
+        text = embed(ids)
+        mixed = text.masked_scatter((ids == model.config.image_token_id)[..., None], seen)
+        losses.append(model(inputs_embeds=mixed, **inputs).loss)
+    torch.autograd.backward(losses)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
-
-
-def vocabulary() -> tuple[Any, list[str]]:
-    """The tokenizer, and what the model repeats so that it can say every word that some task may ask for."""
-    rows = [row for task in DRAWN_TASKS for row in drawn_instructions(task, 400)]
-    tasks = [text for row in rows for text in (row["question"], f" {row['answer']}")]
-    rng = np.random.default_rng(0)
-    turns = [turn for _ in range(400) for turn in lesson(rng, "train", ["so"])[1]]
-    names = [text for _, question, answer in turns for text in (question, f" {answer}")]
-    tokenizer = make_tokenizer([*tasks, *names, "USER: ASSISTANT:", " ASSISTANT:", "Repeat: "])
-    words = sorted({word.strip() for word in tokenizer.get_vocab() if word.strip().isalpha()})
-    pairs = [f"[{first},{second}]" for first in COORDINATES for second in COORDINATES]
-    return tokenizer, [*words, *map(str, range(100)), *pairs]
-
-
-def collate(lessons: list[Lesson], processor: Any) -> tuple[dict[str, Tensor], list[list[tuple[str, int, int]]]]:
-    """A batch padded on the right, and where the answer to each question of each skill starts and ends."""
-    tokenizer = processor.tokenizer
-    pieces, spans = [], []
-    for _, turns in lessons:
-        ids: list[int] = tokenizer("USER: ")["input_ids"] + [tokenizer.convert_tokens_to_ids("<image>")] * IMAGE_TOKENS
-        marks = []
-        for number, (skill, question, answer) in enumerate(turns):
-            opening = f"\n{question} ASSISTANT:" if number == 0 else f"USER: {question} ASSISTANT:"
-            ids += tokenizer(opening)["input_ids"]
-            start = len(ids)
-            ids += [*tokenizer(f" {answer}")["input_ids"], tokenizer.eos_token_id]
-            marks.append((skill, start, len(ids)))
-        pieces.append(ids)
-        spans.append(marks)
-    length = max(map(len, pieces))
-    input_ids = torch.full((len(pieces), length), tokenizer.pad_token_id)
-    labels = torch.full_like(input_ids, -100)
-    for row, (ids, marks) in enumerate(zip(pieces, spans, strict=True)):
-        input_ids[row, : len(ids)] = torch.tensor(ids)
-        for _, start, end in marks:
-            labels[row, start:end] = input_ids[row, start:end]
-    pixels = processor.image_processor([picture for picture, _ in lessons], return_tensors="pt")["pixel_values"]
-    mask = torch.arange(length) < torch.tensor([[len(ids)] for ids in pieces])
-    return {"input_ids": input_ids, "attention_mask": mask.long(), "labels": labels, "pixel_values": pixels}, spans
+    return [loss.item() for loss in losses]
 
 
 @torch.no_grad()
-def examine(model: nn.Module, processor: Any, words: list[str], pictures: int, part: Part = "test") -> dict[str, float]:
+def examine(model: nn.Module, processor: Any, words: list[str], pictures: int) -> dict[str, float]:
     """Share of answers of which every token is the most likely one, as in greedy decoding, by skill."""
     right: dict[str, list[bool]] = defaultdict(list)
     rng = np.random.default_rng(12345)
     for _ in range(0, pictures, 64):
-        batch, spans = collate([lesson(rng, part, words) for _ in range(64)], processor)
+        batch, spans = collate([lesson(rng, "test", words) for _ in range(64)], processor)
+        del batch["words"]
         best = model(**batch).logits.argmax(dim=-1)
         for row, marks in enumerate(spans):
             for skill, start, end in marks:

@@ -7,6 +7,8 @@ import numpy as np
 from lightning_fcl.data.pictures import (
     COLOURS,
     SHAPES,
+    SIZE,
+    Mark,
     Part,
     Picture,
     Thing,
@@ -18,12 +20,12 @@ from lightning_fcl.data.pictures import (
 
 Turn = tuple[str, str, str]
 """Skill, question, answer."""
-Lesson = tuple[Picture, list[Turn]]
+Lesson = tuple[Picture, list[Turn], list[Mark]]
 TURNS = 4
 
 
 def lesson(rng: np.random.Generator, part: Part, words: Sequence[str], level: float = 1.0) -> Lesson:
-    """A picture and up to five questions on it, none of them worded or answered as a task of the stream.
+    """A picture, up to five questions on it, none worded or answered as a task of the stream, and what is where.
 
     Args:
         rng: The source of randomness.
@@ -32,12 +34,34 @@ def lesson(rng: np.random.Generator, part: Part, words: Sequence[str], level: fl
         level: How crowded pictures are, from 0 (one shape, one digit, one bar) to 1.
     """
     draw = _SCENES[int(rng.choice(len(_SCENES), p=_SHARES))]
-    picture, turns = draw(rng, part, level)
+    picture, turns, marks = draw(rng, part, level)
     turns = [turns[i] for i in rng.permutation(len(turns))[:TURNS]]
     if rng.random() < 0.2:
         text = " ".join(rng.choice(words, size=int(rng.integers(1, 3))))
         turns.insert(int(rng.integers(len(turns) + 1)), ("repeat", f"Repeat: {text}", text))
-    return picture, turns
+    return picture, turns, marks
+
+
+def patch_words(marks: Sequence[Mark], patch: int) -> list[tuple[str, ...]]:
+    """Words for each square patch of a picture, row by row: of the mark that covers most of it, or ``("none",)``.
+
+    Args:
+        marks: What is where.
+        patch: Side of a patch in pixels.
+    """
+    words: list[tuple[str, ...]] = []
+    for y in range(0, SIZE, patch):
+        for x in range(0, SIZE, patch):
+            shares = [_shared(mark.box, x, y, patch) for mark in marks]
+            best = int(np.argmax(shares))
+            words.append(marks[best].words if shares[best] >= 0.25 * patch**2 else ("none",))
+    return words
+
+
+def _shared(box: tuple[int, int, int, int], x: int, y: int, patch: int) -> int:
+    """Pixels of a patch inside a box."""
+    width, height = min(box[2], x + patch) - max(box[0], x), min(box[3], y + patch) - max(box[1], y)
+    return max(width, 0) * max(height, 0)
 
 
 def _attributes(rng: np.random.Generator, part: Part, level: float) -> Lesson:
@@ -46,7 +70,7 @@ def _attributes(rng: np.random.Generator, part: Part, level: float) -> Lesson:
     cells = rng.permutation(9)
     things = [thing_in_cell(rng, str(s), str(c), int(cells[i])) for i, (s, c) in enumerate(kinds)]
     turns = [turn for thing in things for turn in _about(thing)]
-    return draw_things(rng, things), turns
+    return draw_things(rng, things), turns, [thing.mark for thing in things]
 
 
 def _about(thing: Thing) -> list[Turn]:
@@ -66,21 +90,23 @@ def _crowd(rng: np.random.Generator, part: Part, level: float) -> Lesson:
     for colour in few:
         held = sum(thing.colour == colour for thing in things)
         turns.append(("count colour", f"Name the number of {colour} shapes.", str(held)))
-    return draw_things(rng, things), turns
+    return draw_things(rng, things), turns, [thing.mark for thing in things]
 
 
 def _digits(rng: np.random.Generator, part: Part, level: float) -> Lesson:
     digits = [int(digit) for digit in rng.integers(0, 10, size=_up_to(rng, 2, level))]
     sides = ("",) if len(digits) == 1 else ("left ", "right ")
     turns = [("digit", f"Name the {side}digit.", str(digit)) for side, digit in zip(sides, digits, strict=True)]
-    return draw_digits(rng, digits, part), turns
+    picture, marks = draw_digits(rng, digits, part)
+    return picture, turns, marks
 
 
 def _bars(rng: np.random.Generator, part: Part, level: float) -> Lesson:
     colours = rng.permutation(list(COLOURS))[: _up_to(rng, 3, level)]
     heights = {str(colour): int(rng.integers(1, 8)) for colour in colours}
     turns = [("level", f"Name the level of {colour}.", str(height)) for colour, height in heights.items()]
-    return draw_bars(rng, heights), turns
+    picture, marks = draw_bars(rng, heights)
+    return picture, turns, marks
 
 
 def _up_to(rng: np.random.Generator, most: int, level: float) -> int:

@@ -136,24 +136,24 @@ def _same(rng: np.random.Generator, part: Part) -> Answered:
 def _parity(rng: np.random.Generator, part: Part) -> Answered:
     digit = int(rng.integers(10))
     question = "Can this be split into two equal halves?\nWrite even or odd."
-    return draw_digits(rng, [digit], part), question, ("even", "odd")[digit % 2]
+    return draw_digits(rng, [digit], part)[0], question, ("even", "odd")[digit % 2]
 
 
 def _successor(rng: np.random.Generator, part: Part) -> Answered:
     digit = int(rng.integers(10))
-    return draw_digits(rng, [digit], part), "Add one to what is written.\nGive the sum.", str(digit + 1)
+    return draw_digits(rng, [digit], part)[0], "Add one to what is written.\nGive the sum.", str(digit + 1)
 
 
 def _larger(rng: np.random.Generator, part: Part) -> Answered:
     digits = [int(digit) for digit in rng.permutation(10)[:2]]
     question = "Compare both numerals. On which side is more?\nOnly the side."
-    return draw_digits(rng, digits, part), question, "left" if digits[0] > digits[1] else "right"
+    return draw_digits(rng, digits, part)[0], question, "left" if digits[0] > digits[1] else "right"
 
 
 def _tallest(rng: np.random.Generator, part: Part) -> Answered:
     heights = _heights(rng)
     question = "Which bar of this chart is the tallest?\nIts colour only."
-    return draw_bars(rng, heights), question, max(heights, key=lambda colour: heights[colour])
+    return draw_bars(rng, heights)[0], question, max(heights, key=lambda colour: heights[colour])
 
 
 def _statement(rng: np.random.Generator, part: Part) -> Answered:
@@ -161,7 +161,7 @@ def _statement(rng: np.random.Generator, part: Part) -> Answered:
     low, high = sorted((str(c) for c in rng.permutation(list(heights))[:2]), key=lambda colour: heights[colour])
     answer = _pick(rng, _TRUE_FALSE)
     first, second = (high, low) if answer == "true" else (low, high)
-    return draw_bars(rng, heights), f"The chart shows that {first} exceeds {second}.\nTrue or false?", answer
+    return draw_bars(rng, heights)[0], f"The chart shows that {first} exceeds {second}.\nTrue or false?", answer
 
 
 def _reach(rng: np.random.Generator, part: Part) -> Answered:
@@ -172,7 +172,7 @@ def _reach(rng: np.random.Generator, part: Part) -> Answered:
     bounds = ((line // 2 + 1, 8), (1, line // 2 + 1))
     heights = {str(c): int(rng.integers(*bounds[0 if above else 1])) for c, above in zip(colours, over, strict=True)}
     question = "How many columns reach the dotted line?\nSpell the number."
-    return draw_bars(rng, heights, line), question, _NUMBERS[reaching]
+    return draw_bars(rng, heights, line)[0], question, _NUMBERS[reaching]
 
 
 def _box(rng: np.random.Generator, part: Part) -> Answered:
@@ -198,7 +198,7 @@ def _caption(rng: np.random.Generator, part: Part) -> Answered:
 
 def _reading(rng: np.random.Generator, part: Part) -> Answered:
     digits = [int(digit) for digit in rng.integers(0, 10, size=2)]
-    return draw_digits(rng, digits, part), "Read out the code on the label.", "".join(map(str, digits))
+    return draw_digits(rng, digits, part)[0], "Read out the code on the label.", "".join(map(str, digits))
 
 
 def _two_things(rng: np.random.Generator, *, apart: bool) -> tuple[Thing, Thing]:

@@ -144,7 +144,7 @@ def _read(folder: Path, part: str, limit: int) -> InstructionDataset:
     file = next(
         (f for f in (folder / f"{part}.jsonl", folder / f"{part}.json") if f.is_file()), folder / f"{part}.jsonl"
     )
-    return InstructionDataset(read_instructions(file)[:limit])
+    return InstructionDataset(read_instructions(file, limit=limit))
 
 
 def _grouped(sets: Mapping[str, Pair], groups: Mapping[str, Sequence[str]]) -> dict[str, Pair]:
@@ -184,7 +184,7 @@ def general_rows(size: int, *, seed: int = 0) -> list[dict[str, Any]]:
     rng = np.random.default_rng([seed, 7])
     rows: list[dict[str, Any]] = []
     while len(rows) < size:
-        picture, turns = lesson(rng, "test", ["so"])
+        picture, turns, _ = lesson(rng, "test", ["so"])
         turns = [turn for turn in turns if turn[0] != "repeat"]
         skill, question, answer = turns[int(rng.integers(len(turns)))]
         conversation = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": answer}]

@@ -19,7 +19,7 @@ _SUFFIXES = (".jsonl", ".json")
 
 
 def read_instructions(
-    path: str | Path, *, images: str | Path | None = None, decode: bool = True
+    path: str | Path, *, images: str | Path | None = None, decode: bool = True, limit: int | None = None
 ) -> list[dict[str, Any]]:
     """Read and check a file of visual instructions.
 
@@ -32,6 +32,7 @@ def read_instructions(
         images: Folder that the images' names are relative to; by default the first of the file's folder, its parent and
             the parent's parent that holds the first row's image.
         decode: Open each image in full, which finds truncated ones. ``False`` only looks whether the file is there.
+        limit: Most rows to read and check, from the first on; by default all.
 
     Returns:
         The rows, with ``image`` made an absolute path.
@@ -41,7 +42,7 @@ def read_instructions(
         MissingExtraError: If Pillow is not installed (extra ``mllm``).
     """
     file = Path(path)
-    rows = _parse(file)
+    rows = _parse(file)[:limit]
     root = Path(images) if images is not None else _image_root(file, rows[0])
     for number, row in enumerate(rows):
         if problem := row_problem(row):

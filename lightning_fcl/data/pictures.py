@@ -29,6 +29,14 @@ UNIT = 4  # pixels per unit of a bar's height
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Words that tell what is inside a box: left, top, right and bottom in pixels."""
+
+    box: tuple[int, int, int, int]
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Thing:
     """A coloured shape: corner and side in pixels."""
 
@@ -42,6 +50,13 @@ class Thing:
     def name(self) -> str:
         """As in "red circle"."""
         return f"{self.colour} {self.shape}"
+
+    @property
+    def mark(self) -> Mark:
+        """Where it is, and what."""
+        return Mark(
+            (self.x, self.y, self.x + self.side, self.y + self.side), (self.colour, self.shape, *self.place.split())
+        )
 
     @property
     def place(self) -> str:
@@ -82,8 +97,8 @@ def draw_things(rng: np.random.Generator, things: list[Thing]) -> Picture:
     return picture
 
 
-def draw_digits(rng: np.random.Generator, digits: list[int], part: Part) -> Picture:
-    """One large or two small handwritten digits, in one ink.
+def draw_digits(rng: np.random.Generator, digits: list[int], part: Part) -> tuple[Picture, list[Mark]]:
+    """One large or two small handwritten digits, in one ink, and where they are.
 
     Args:
         rng: The source of randomness.
@@ -93,7 +108,7 @@ def draw_digits(rng: np.random.Generator, digits: list[int], part: Part) -> Pict
     Raises:
         MissingExtraError: If scikit-learn is not installed (extra ``recipes``).
     """
-    picture = paper(rng).astype(np.float64)
+    picture, marks = paper(rng).astype(np.float64), []
     ink = np.asarray(_ink(rng, str(rng.choice(list(COLOURS)))), dtype=np.float64)
     factor, width = (3, SIZE) if len(digits) == 1 else (2, SIZE // 2)
     for position, digit in enumerate(digits):
@@ -104,24 +119,27 @@ def draw_digits(rng: np.random.Generator, digits: list[int], part: Part) -> Pict
         y = int(rng.integers(0, SIZE - side + 1))
         window = picture[y : y + side, x : x + side]
         window += strength * (ink - window)
-    return picture.astype(np.uint8)
+        side_words = () if len(digits) == 1 else (("left", "right")[position],)
+        marks.append(Mark((x, y, x + side, y + side), (str(digit), *side_words)))
+    return picture.astype(np.uint8), marks
 
 
-def draw_bars(rng: np.random.Generator, heights: dict[str, int], line: int | None = None) -> Picture:
-    """A bar chart.
+def draw_bars(rng: np.random.Generator, heights: dict[str, int], line: int | None = None) -> tuple[Picture, list[Mark]]:
+    """A bar chart, and where its bars are.
 
     Args:
         rng: The source of randomness.
         heights: Up to three heights by colour, from left to right, in units from 1 to 7.
         line: Height of a dotted line in half units, or none.
     """
-    picture = paper(rng)
+    picture, marks = paper(rng), []
     for position, (colour, height) in enumerate(heights.items()):
         x = 2 + CELL * position + int(rng.integers(0, 3))
         picture[SIZE - UNIT * height :, x : x + 6] = _ink(rng, colour)
+        marks.append(Mark((x, SIZE - UNIT * height, x + 6, SIZE), (colour, str(height))))
     if line is not None:
         picture[SIZE - UNIT * line // 2, ::2] = 255
-    return picture
+    return picture, marks
 
 
 @cache

@@ -22,7 +22,7 @@ def test_hom_task_related_has_eight_stages_and_skewed_sizes():
     stream = fcit_stream(beta=0.5, **SMALL)
     assert stream.names == tuple(DRAWN_TASKS)[:8]
     assert [len(stream), stream.num_clients] == [8, 50]
-    assert all(len({entry for entry in row}) == 1 for row in stream.plan.schedule)
+    assert all(len(set(row)) == 1 for row in stream.plan.schedule)
     sizes = [stream.num_examples(0, client) for client in range(50)]
     assert min(sizes) >= 1
     assert sum(sizes) == 60

@@ -80,7 +80,7 @@ def test_files_that_are_no_files_of_rows(folder):
     with pytest.raises(DatasetError, match=r"must be a .json or .jsonl file, got '.*nothing.jsonl'"):
         read_instructions(folder / "nothing.jsonl")
     (folder / "bad.jsonl").write_text("{")
-    with pytest.raises(DatasetError, match="bad.jsonl must hold JSONL, got"):
+    with pytest.raises(DatasetError, match=r"bad.jsonl must hold JSONL, got"):
         read_instructions(folder / "bad.jsonl")
     with pytest.raises(DatasetError, match="must hold a list of rows"):
         read_instructions(write(folder, [], "none.json"))
