@@ -20,9 +20,9 @@ from lightning_fcl.data.instructions import InstructionDataset as InstructionDat
 from lightning_fcl.data.instructions import as_list as as_list
 from lightning_fcl.data.instructions import question_of as question_of
 from lightning_fcl.data.instructions import read_instructions as read_instructions
+from lightning_fcl.data.partition import IID as IID
 from lightning_fcl.data.partition import ByDomain as ByDomain
 from lightning_fcl.data.partition import Examples as Examples
-from lightning_fcl.data.partition import IID as IID
 from lightning_fcl.data.partition import NaturalClients as NaturalClients
 from lightning_fcl.data.partition import Partitioner as Partitioner
 from lightning_fcl.data.partition import Shards as Shards

@@ -19,7 +19,7 @@ class InstructionCollator:
 
     A batch is a dict: what the processor gives (``input_ids`` and ``attention_mask`` ``(B, L)``, ``pixel_values`` and
     whatever else the model reads), ``labels`` ``(B, L)``, equal to ``input_ids`` in answers with their closing token
-    and ``-100`` elsewhere, and lists of length B: ``question``, ``answer``, ``metric``.
+    and ``-100`` elsewhere, and lists of length B: ``prompts`` (questions as text), ``answers`` and ``metrics``.
 
     Args:
         processor: As :func:`~lightning_fcl.mllm.load_processor` gives it.
@@ -47,7 +47,7 @@ class InstructionCollator:
         batch["labels"] = torch.full_like(batch["input_ids"], IGNORED)
         for number, (text, spans) in enumerate(rendered):
             self._label(batch, number, text, spans)
-        lists = {"question": question_of, "answer": answer_of, "metric": lambda row: row.get("metric", "exact")}
+        lists = {"prompts": question_of, "answers": answer_of, "metrics": lambda row: row.get("metric", "exact")}
         return batch | {name: [rule(row) for row in rows] for name, rule in lists.items()}
 
     def prompts(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from lightning_fcl.mllm.loading import load_model, no_files
 from lightning_fcl.mllm.lora import LoRA, add_lora, thaw_projector
 from lightning_fcl.mllm.processor import load_processor
 
-_NO_INPUTS = ("labels", "question", "answer", "metric", "rows")
+_NO_INPUTS = ("labels", "prompts", "answers", "metrics", "rows")
 
 
 class MultimodalInstructionModule(L.LightningModule):
@@ -76,7 +76,8 @@ class MultimodalInstructionModule(L.LightningModule):
         self.collator = InstructionCollator(processor, max_length=max_length, padding_side=padding_side)
         model.requires_grad_(False)
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
         self.model = model if lora is None else add_lora(model, lora)
         if train_projector:
             thaw_projector(self.model)
@@ -140,17 +141,19 @@ class MultimodalInstructionModule(L.LightningModule):
     @override
     def on_validation_epoch_start(self) -> None:
         """Forget the answers of the last set."""
+        super().on_validation_epoch_start()
         self._answers.clear()
 
     @override
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         """Write an answer to each question."""
-        self._answers += zip(batch["metric"], self.predict_step(batch, batch_idx), batch["answer"], strict=True)
+        self._answers += zip(batch["metrics"], self.predict_step(batch, batch_idx), batch["answers"], strict=True)
 
     @override
     def on_validation_epoch_end(self) -> None:
         """Log the mean score over the whole set, since a score of captions is none of single ones."""
         self.log("val_acc", self.score(), prog_bar=True, batch_size=1)
+        super().on_validation_epoch_end()
 
     @override
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> list[str]:
@@ -211,10 +214,12 @@ def warm_cosine(step: int, steps: float, warmup: float) -> float:
         >>> [round(warm_cosine(step, 10, 0.2), 2) for step in (0, 1, 2, 6, 10)]
         [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    first = math.ceil(warmup * steps) if math.isfinite(steps) else 0
+    if not math.isfinite(steps):
+        return 1.0
+    first = math.ceil(warmup * steps)
     if step < first:
         return (step + 1) / first
-    return 1.0 if not math.isfinite(steps) else (1 + math.cos(math.pi * min(1.0, (step - first) / (steps - first)))) / 2
+    return (1 + math.cos(math.pi * min(1.0, (step - first) / max(1, steps - first)))) / 2
 
 
 def _is_sharded(model: nn.Module) -> bool:

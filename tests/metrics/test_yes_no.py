@@ -49,7 +49,7 @@ def test_malformed_mme_files_are_named(tmp_path, rows, message):
 
 
 def test_no_mme_files(tmp_path):
-    with pytest.raises(DatasetError, match="`folder` must hold MME results such as existence.txt"):
+    with pytest.raises(DatasetError, match=r"`folder` must hold MME results such as existence\.txt"):
         mme_scores(tmp_path)
 
 

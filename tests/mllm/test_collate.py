@@ -34,9 +34,9 @@ def test_every_answer_of_a_conversation_counts(processor):
     talk["conversations"] += [{"from": "human", "value": "Is it red? no"}, {"from": "gpt", "value": "red"}]
     batch = InstructionCollator(processor)([talk])
     assert counted(processor, batch) == " yes</s> red</s>"
-    assert batch["question"] == ["Is it red?"]
-    assert batch["answer"] == ["yes"]
-    assert batch["metric"] == ["exact"]
+    assert batch["prompts"] == ["Is it red?"]
+    assert batch["answers"] == ["yes"]
+    assert batch["metrics"] == ["exact"]
 
 
 def test_prompts_end_where_the_answer_starts_and_do_not_depend_on_it(processor):

@@ -1,14 +1,18 @@
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_fcl import FedAvg, FederatedTrainer
+from lightning_fcl.aggregators import SubspaceRouter
 from lightning_fcl.data.fcit import fcit_stream
 from lightning_fcl.data.instructions import InstructionDataset, as_list
 from lightning_fcl.exceptions import MisconfigurationError, MissingExtraError
+from lightning_fcl.mixins import SubspaceRoutingMixin
 from lightning_fcl.mllm import LoRA, MultimodalInstructionModule
+from lightning_fcl.mllm.lora import FEED_FORWARD
+from lightning_fcl.mllm.module import warm_cosine
+from lightning_fcl.models import add_subspaces
 from tests.helpers.families import make_family
 from tests.mllm.test_families import ROWS
 
@@ -54,11 +58,11 @@ def test_the_loss_is_the_mean_over_the_answers_tokens():
 
 @pytest.mark.parametrize("collate", [as_list, None])
 def test_trainer_fit_learns_and_validates(collate):
-    module = make(gradient_checkpointing=True)
+    module = make(gradient_checkpointing=True, lr=0.05)
     rows = InstructionDataset([ROWS[0]] * 4)
     loader = DataLoader(rows, batch_size=2, collate_fn=collate or (lambda rows: module.collator(rows) | {"rows": rows}))
     trainer = L.Trainer(
-        max_epochs=12,
+        max_epochs=6,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -67,7 +71,7 @@ def test_trainer_fit_learns_and_validates(collate):
         num_sanity_val_steps=0,
     )
     trainer.fit(module, loader, loader)
-    assert trainer.callback_metrics["train_loss"] < 2.5  # from 5
+    assert trainer.callback_metrics["train_loss"] < 4.4  # from 4.8; all but the adapters is random
     assert trainer.callback_metrics["val_acc"] in (0.0, 1.0)
     assert trainer.predict(module, loader)[0] == module.answer([ROWS[0]]) * 2
 
@@ -85,7 +89,7 @@ def test_a_federated_run_over_two_tasks():
     trainer = FederatedTrainer(rounds=1, clients_per_round=2, aggregator=FedAvg(), accelerator="cpu", run_dir="run")
     report = trainer.fit(module, stream)
     assert report.accuracy.shape == (2, 2)
-    assert not np.isnan(report.accuracy[1]).any()
+    assert not report.accuracy[1].isnan().any()
     assert all(torch.equal(p, frozen[name]) for name, p in module.named_parameters() if name in frozen)
     assert any(p.abs().sum() > 0 for name, p in module.named_parameters() if "lora_B" in name)
 
@@ -153,3 +157,25 @@ def test_quantised_weights_need_bitsandbytes(saved):
         MultimodalInstructionModule.from_pretrained(saved, bits=4)
     with pytest.raises(MisconfigurationError, match="`bits` must be 4, 8 or None, got 3"):
         MultimodalInstructionModule.from_pretrained(saved, bits=3)
+
+
+def test_the_learning_rate_rises_and_falls_within_a_job():
+    assert [warm_cosine(step, 1, 0.03) for step in (0, 1)] == [1.0, 1.0]  # a job of one step trains at full rate
+    assert [round(warm_cosine(step, 100, 0.03), 2) for step in (0, 2, 3, 100)] == [0.33, 1.0, 1.0, 0.0]
+    assert warm_cosine(7, float("inf"), 0.5) == 1.0
+
+
+class Routed(SubspaceRoutingMixin, MultimodalInstructionModule):
+    """DISCO's module."""
+
+
+def test_disco_finds_both_tasks_by_their_wording():
+    torch.manual_seed(0)
+    module = Routed(*make_family("llava"), lora=None, lr=1e-2, max_new_tokens=2)
+    add_subspaces(module, "re:" + FEED_FORWARD, rank=2)
+    stream = fcit_stream(tasks=["odd", "tallest"], clients=2, train_size=8, test_size=4, batch_size=4)
+    router = SubspaceRouter(threshold=0.99)
+    trainer = FederatedTrainer(rounds=1, clients_per_round=2, aggregator=router, accelerator="cpu", run_dir="run")
+    report = trainer.fit(module, stream)
+    assert report.accuracy.shape == (2, 2)
+    assert module.num_subspaces == 2
