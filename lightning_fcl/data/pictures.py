@@ -157,7 +157,7 @@ def digit_images(part: Part) -> list[NDArray[np.float64]]:
 
 
 def _ink(rng: np.random.Generator, colour: str) -> tuple[int, ...]:
-    return tuple(int(min(255, max(0, level + rng.integers(-15, 16)))) for level in COLOURS[colour])
+    return tuple(min(255, max(0, level + int(rng.integers(-15, 16)))) for level in COLOURS[colour])
 
 
 @cache

@@ -184,4 +184,6 @@ def _meteor(said: list[list[str]], right: list[list[list[str]]]) -> float:
         wordnet.ensure_loaded()
     except LookupError:
         wordnet = _NoSynonyms()
-    return float(sum(score(group, words, wordnet=wordnet) for words, group in zip(said, right, strict=True))) / len(said)
+    return float(sum(score(group, words, wordnet=wordnet) for words, group in zip(said, right, strict=True))) / len(
+        said
+    )

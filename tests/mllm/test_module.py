@@ -8,8 +8,9 @@ from lightning_fcl.aggregators import SubspaceRouter
 from lightning_fcl.data.fcit import fcit_stream
 from lightning_fcl.data.instructions import InstructionDataset, as_list
 from lightning_fcl.exceptions import MisconfigurationError, MissingExtraError
+from lightning_fcl.functional import fisher_diagonal
 from lightning_fcl.mixins import SubspaceRoutingMixin
-from lightning_fcl.mllm import LoRA, MultimodalInstructionModule
+from lightning_fcl.mllm import LoRA, MultimodalInstructionModule, answer_log_likelihood
 from lightning_fcl.mllm.lora import FEED_FORWARD
 from lightning_fcl.mllm.module import warm_cosine
 from lightning_fcl.models import add_subspaces
@@ -179,3 +180,17 @@ def test_disco_finds_both_tasks_by_their_wording():
     report = trainer.fit(module, stream)
     assert report.accuracy.shape == (2, 2)
     assert module.num_subspaces == 2
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:fisher_diagonal runs sample by sample")
+def test_fisher_of_whole_answers():
+    module = make()
+    batch = module.on_before_batch_transfer(ROWS, 0)
+    logits = module.eval()(batch)[:, :-1].log_softmax(dim=-1)
+    labels = batch["labels"][:, 1:]
+    spoken = [sum(logits[i, t, labels[i, t]] for t in range(labels.shape[1]) if labels[i, t] >= 0) for i in (0, 1)]
+    torch.testing.assert_close(answer_log_likelihood(module, batch), torch.stack(spoken))
+    fisher = fisher_diagonal(module, answer_log_likelihood, [batch])
+    name, weight = next((n, p) for n, p in module.named_parameters() if "lora_B" in n)
+    squares = [torch.autograd.grad(one, weight, retain_graph=True)[0].square() for one in spoken]
+    torch.testing.assert_close(fisher[name], sum(squares) / 2, rtol=1e-4, atol=1e-8)
