@@ -123,7 +123,12 @@ class MultimodalInstructionModule(L.LightningModule):
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Make tensors of a list of rows; the rows stay at hand as ``rows``."""
-        return self.collator(batch) | {"rows": batch} if isinstance(batch, list) else batch
+        return self._cast(self.collator(batch)) | {"rows": batch} if isinstance(batch, list) else self._cast(batch)
+
+    def _cast(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Pixels in the dtype of the frozen weights."""
+        dtype = self.model.dtype
+        return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
 
     @override
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
@@ -176,8 +181,8 @@ class MultimodalInstructionModule(L.LightningModule):
         Args:
             rows: As :class:`~lightning_fcl.data.InstructionDataset` gives them; their answers are not looked at.
         """
-        prompts = {name: value.to(self.device) for name, value in self.collator.prompts(rows).items()}
-        return self.write(prompts)
+        prompts = self._cast(self.collator.prompts(rows))
+        return self.write({name: value.to(self.device) for name, value in prompts.items()})
 
     def write(self, prompts: Mapping[str, Tensor]) -> list[str]:
         """Continue prompts that are padded on the left."""
