@@ -24,7 +24,7 @@ NOBODYS_INVENTION = {  # arithmetic and interfaces, without a paper behind them
     "lightning_fcl.functional.mean",
     "lightning_fcl.functional.params",
 }
-ROOMS_BELOW_THE_LOOP = {"aggregators", "callbacks", "data", "functional", "metrics", "mixins", "models"}
+ROOMS_BELOW_THE_LOOP = {"aggregators", "callbacks", "data", "functional", "metrics", "mixins", "mllm", "models"}
 
 
 def sources(*folders, pattern="*.py"):

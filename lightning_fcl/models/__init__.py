@@ -16,3 +16,4 @@ from lightning_fcl.models.subspace_files import save_subspaces as save_subspaces
 from lightning_fcl.models.subspace_lora import SubspaceLinear as SubspaceLinear
 from lightning_fcl.models.subspace_lora import add_subspaces as add_subspaces
 from lightning_fcl.models.subspace_lora import subspace_layers as subspace_layers
+from lightning_fcl.models.tiny_llava import TINY_LLAVA as TINY_LLAVA
