@@ -4,7 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_fcl.aggregators import TSGA as TSGA
     from lightning_fcl.aggregators import Chain as Chain
     from lightning_fcl.aggregators import FedACG as FedACG
     from lightning_fcl.aggregators import FedAdagrad as FedAdagrad
@@ -15,15 +14,14 @@ if TYPE_CHECKING:
     from lightning_fcl.aggregators import FedYogi as FedYogi
     from lightning_fcl.aggregators import ServerProximal as ServerProximal
     from lightning_fcl.aggregators import SubspaceRouter as SubspaceRouter
+    from lightning_fcl.aggregators import TSGA as TSGA
     from lightning_fcl.aggregators import WeightAverage as WeightAverage
     from lightning_fcl.callbacks import AGEM as AGEM
-    from lightning_fcl.callbacks import EWC as EWC
-    from lightning_fcl.callbacks import GEM as GEM
-    from lightning_fcl.callbacks import SCAFFOLD as SCAFFOLD
-    from lightning_fcl.callbacks import SI as SI
     from lightning_fcl.callbacks import ClassAnchors as ClassAnchors
     from lightning_fcl.callbacks import ClientProximal as ClientProximal
     from lightning_fcl.callbacks import ContinualCallback as ContinualCallback
+    from lightning_fcl.callbacks import EWC as EWC
+    from lightning_fcl.callbacks import EmbeddingReplay as EmbeddingReplay
     from lightning_fcl.callbacks import FaultInjector as FaultInjector
     from lightning_fcl.callbacks import FedASAM as FedASAM
     from lightning_fcl.callbacks import FedCurv as FedCurv
@@ -31,8 +29,11 @@ if TYPE_CHECKING:
     from lightning_fcl.callbacks import FedProx as FedProx
     from lightning_fcl.callbacks import FedSAM as FedSAM
     from lightning_fcl.callbacks import FedSOL as FedSOL
+    from lightning_fcl.callbacks import GEM as GEM
     from lightning_fcl.callbacks import OLoRA as OLoRA
     from lightning_fcl.callbacks import RoundEarlyStopping as RoundEarlyStopping
+    from lightning_fcl.callbacks import SCAFFOLD as SCAFFOLD
+    from lightning_fcl.callbacks import SI as SI
     from lightning_fcl.callbacks import SaveSubspaces as SaveSubspaces
     from lightning_fcl.callbacks import ServerCallback as ServerCallback
     from lightning_fcl.data import PartitionPlan as PartitionPlan
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_fcl.federated.engines.fsdp2 import fsdp2 as fsdp2
     from lightning_fcl.federated.trainer import FederatedTrainer as FederatedTrainer
     from lightning_fcl.mixins import DualBranchMixin as DualBranchMixin
+    from lightning_fcl.mixins import EmbeddingForwardMixin as EmbeddingForwardMixin
     from lightning_fcl.mixins import SubspaceRoutingMixin as SubspaceRoutingMixin
     from lightning_fcl.reports import RunReport as RunReport
 
@@ -52,6 +54,8 @@ _HOMES = {
     "ContinualCallback": "callbacks",
     "DualBranchMixin": "mixins",
     "EWC": "callbacks",
+    "EmbeddingForwardMixin": "mixins",
+    "EmbeddingReplay": "callbacks",
     "FaultInjector": "callbacks",
     "FedACG": "aggregators",
     "FedASAM": "callbacks",

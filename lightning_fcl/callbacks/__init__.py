@@ -5,6 +5,7 @@ from lightning_fcl.callbacks.base import ServerCallback as ServerCallback
 from lightning_fcl.callbacks.class_anchors import ClassAnchors as ClassAnchors
 from lightning_fcl.callbacks.client_proximal import ClientProximal as ClientProximal
 from lightning_fcl.callbacks.early_stopping import RoundEarlyStopping as RoundEarlyStopping
+from lightning_fcl.callbacks.embedding_replay import EmbeddingReplay as EmbeddingReplay
 from lightning_fcl.callbacks.ewc import EWC as EWC
 from lightning_fcl.callbacks.fault_injector import FaultInjector as FaultInjector
 from lightning_fcl.callbacks.fedcurv import FedCurv as FedCurv
