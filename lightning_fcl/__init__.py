@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_fcl.aggregators import TSGA as TSGA
     from lightning_fcl.aggregators import Chain as Chain
     from lightning_fcl.aggregators import FedACG as FedACG
     from lightning_fcl.aggregators import FedAdagrad as FedAdagrad
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
     from lightning_fcl.aggregators import FedYogi as FedYogi
     from lightning_fcl.aggregators import ServerProximal as ServerProximal
     from lightning_fcl.aggregators import SubspaceRouter as SubspaceRouter
-    from lightning_fcl.aggregators import TSGA as TSGA
     from lightning_fcl.aggregators import WeightAverage as WeightAverage
     from lightning_fcl.callbacks import AGEM as AGEM
+    from lightning_fcl.callbacks import EWC as EWC
+    from lightning_fcl.callbacks import GEM as GEM
+    from lightning_fcl.callbacks import SCAFFOLD as SCAFFOLD
+    from lightning_fcl.callbacks import SI as SI
     from lightning_fcl.callbacks import ClassAnchors as ClassAnchors
     from lightning_fcl.callbacks import ClientProximal as ClientProximal
     from lightning_fcl.callbacks import ContinualCallback as ContinualCallback
-    from lightning_fcl.callbacks import EWC as EWC
     from lightning_fcl.callbacks import EmbeddingReplay as EmbeddingReplay
     from lightning_fcl.callbacks import FaultInjector as FaultInjector
     from lightning_fcl.callbacks import FedASAM as FedASAM
@@ -29,11 +32,8 @@ if TYPE_CHECKING:
     from lightning_fcl.callbacks import FedProx as FedProx
     from lightning_fcl.callbacks import FedSAM as FedSAM
     from lightning_fcl.callbacks import FedSOL as FedSOL
-    from lightning_fcl.callbacks import GEM as GEM
     from lightning_fcl.callbacks import OLoRA as OLoRA
     from lightning_fcl.callbacks import RoundEarlyStopping as RoundEarlyStopping
-    from lightning_fcl.callbacks import SCAFFOLD as SCAFFOLD
-    from lightning_fcl.callbacks import SI as SI
     from lightning_fcl.callbacks import SaveSubspaces as SaveSubspaces
     from lightning_fcl.callbacks import ServerCallback as ServerCallback
     from lightning_fcl.data import PartitionPlan as PartitionPlan

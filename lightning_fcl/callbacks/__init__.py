@@ -14,6 +14,7 @@ from lightning_fcl.callbacks.fedprox import FedProx as FedProx
 from lightning_fcl.callbacks.fedsol import FedSOL as FedSOL
 from lightning_fcl.callbacks.gem import AGEM as AGEM
 from lightning_fcl.callbacks.gem import GEM as GEM
+from lightning_fcl.callbacks.modality_drift import ModalityDrift as ModalityDrift
 from lightning_fcl.callbacks.o_lora import OLoRA as OLoRA
 from lightning_fcl.callbacks.per_class import PerClassAccuracy as PerClassAccuracy
 from lightning_fcl.callbacks.personal import PersonalEvaluation as PersonalEvaluation
