@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LABELS = {"acc": "ACC", "bwt": "BWT", "fwt": "FWT", "worst_drop": "worst drop", "top5": "best five rounds"}
-COUNTS = re.compile(r"rounds to .*|classes at zero")  # figures that are no fractions
+COUNTS = re.compile(r"rounds to .*|classes at zero|drift .*")  # figures that are no fractions
 FENCE_OR_TABLE = re.compile(
     r"^```.*?^```\s*?$|^<!-- table: (?P<name>[\w.-]+)(?: \|[^\n]*)? -->\n.*?^<!-- /table -->$", re.MULTILINE | re.DOTALL
 )

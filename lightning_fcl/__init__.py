@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_fcl.callbacks import ClassAnchors as ClassAnchors
     from lightning_fcl.callbacks import ClientProximal as ClientProximal
     from lightning_fcl.callbacks import ContinualCallback as ContinualCallback
+    from lightning_fcl.callbacks import EmbeddingReplay as EmbeddingReplay
     from lightning_fcl.callbacks import FaultInjector as FaultInjector
     from lightning_fcl.callbacks import FedASAM as FedASAM
     from lightning_fcl.callbacks import FedCurv as FedCurv
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from lightning_fcl.federated.trainer import FederatedTrainer as FederatedTrainer
     from lightning_fcl.mixins import MOON as MOON
     from lightning_fcl.mixins import DualBranchMixin as DualBranchMixin
+    from lightning_fcl.mixins import EmbeddingForwardMixin as EmbeddingForwardMixin
     from lightning_fcl.mixins import FedDecorr as FedDecorr
     from lightning_fcl.mixins import FedGELA as FedGELA
     from lightning_fcl.mixins import FedLMD as FedLMD
@@ -61,6 +63,8 @@ _HOMES = {
     "ContinualCallback": "callbacks",
     "DualBranchMixin": "mixins",
     "EWC": "callbacks",
+    "EmbeddingForwardMixin": "mixins",
+    "EmbeddingReplay": "callbacks",
     "FLwF2T": "mixins",
     "FaultInjector": "callbacks",
     "FedACG": "aggregators",

@@ -5,6 +5,7 @@ from lightning_fcl.callbacks.base import ServerCallback as ServerCallback
 from lightning_fcl.callbacks.class_anchors import ClassAnchors as ClassAnchors
 from lightning_fcl.callbacks.client_proximal import ClientProximal as ClientProximal
 from lightning_fcl.callbacks.early_stopping import RoundEarlyStopping as RoundEarlyStopping
+from lightning_fcl.callbacks.embedding_replay import EmbeddingReplay as EmbeddingReplay
 from lightning_fcl.callbacks.ewc import EWC as EWC
 from lightning_fcl.callbacks.fault_injector import FaultInjector as FaultInjector
 from lightning_fcl.callbacks.fedcurv import FedCurv as FedCurv
@@ -13,6 +14,7 @@ from lightning_fcl.callbacks.fedprox import FedProx as FedProx
 from lightning_fcl.callbacks.fedsol import FedSOL as FedSOL
 from lightning_fcl.callbacks.gem import AGEM as AGEM
 from lightning_fcl.callbacks.gem import GEM as GEM
+from lightning_fcl.callbacks.modality_drift import ModalityDrift as ModalityDrift
 from lightning_fcl.callbacks.modality_ewc import ModalityEWC as ModalityEWC
 from lightning_fcl.callbacks.modality_groups import parameter_groups as parameter_groups
 from lightning_fcl.callbacks.o_lora import OLoRA as OLoRA

@@ -7,6 +7,12 @@ from lightning_fcl.data.dirichlet import LabelDirichlet as LabelDirichlet
 from lightning_fcl.data.dirichlet import QuantityDirichlet as QuantityDirichlet
 from lightning_fcl.data.drawn_instructions import DRAWN_TASKS as DRAWN_TASKS
 from lightning_fcl.data.drawn_instructions import drawn_instructions as drawn_instructions
+from lightning_fcl.data.events import EventPosts as EventPosts
+from lightning_fcl.data.events import cue_posts as cue_posts
+from lightning_fcl.data.events import drawn_events as drawn_events
+from lightning_fcl.data.events import event_stream as event_stream
+from lightning_fcl.data.events import hash_tokens as hash_tokens
+from lightning_fcl.data.events import load_event_folder as load_event_folder
 from lightning_fcl.data.exemplars import Exemplars as Exemplars
 from lightning_fcl.data.factories import digit_stream as digit_stream
 from lightning_fcl.data.factories import image_stream as image_stream

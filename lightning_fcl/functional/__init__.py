@@ -24,6 +24,12 @@ from lightning_fcl.functional.drift import group_drift as group_drift
 from lightning_fcl.functional.dual_branch import class_balanced_batch as class_balanced_batch
 from lightning_fcl.functional.dual_branch import local_branch_weight as local_branch_weight
 from lightning_fcl.functional.dual_branch import missing_rate as missing_rate
+from lightning_fcl.functional.embedding_generator import GeneratorLosses as GeneratorLosses
+from lightning_fcl.functional.embedding_generator import generator_losses as generator_losses
+from lightning_fcl.functional.embedding_replay import Rehearsal as Rehearsal
+from lightning_fcl.functional.embedding_replay import balanced_counts as balanced_counts
+from lightning_fcl.functional.embedding_replay import soft_cross_entropy as soft_cross_entropy
+from lightning_fcl.functional.embedding_replay import soft_labels as soft_labels
 from lightning_fcl.functional.ewc import ewc_penalty as ewc_penalty
 from lightning_fcl.functional.ewc import ewc_penalty_grad as ewc_penalty_grad
 from lightning_fcl.functional.ewc import merge_quadratics as merge_quadratics

@@ -3,6 +3,7 @@
 from lightning_fcl.mixins.base import LossTermsMixin as LossTermsMixin
 from lightning_fcl.mixins.base import StepOutputs as StepOutputs
 from lightning_fcl.mixins.dual_branch import DualBranchMixin as DualBranchMixin
+from lightning_fcl.mixins.embedding_forward import EmbeddingForwardMixin as EmbeddingForwardMixin
 from lightning_fcl.mixins.feddecorr import FedDecorr as FedDecorr
 from lightning_fcl.mixins.fedgela import FedGELA as FedGELA
 from lightning_fcl.mixins.fedlmd import FedLMD as FedLMD

@@ -22,6 +22,7 @@ from lightning_fcl.data.stream import TaskStream
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.describe import describe
 from lightning_fcl.federated.trainer import FederatedTrainer
+from lightning_fcl.mixins.embedding_forward import EmbeddingForwardMixin
 from lightning_fcl.mixins.subspace_routing import SubspaceRoutingMixin
 from lightning_fcl.models.subspace_lora import add_subspaces, subspace_layers
 
@@ -85,6 +86,8 @@ class SubspaceModule(SubspaceRoutingMixin, ConformanceModule):
 def base_of(method: type) -> type[L.LightningModule]:
     """The module to try a method in."""
     needs = method.card.needs  # type: ignore[attr-defined]
+    if "a way in for embeddings" in needs:
+        return _mixed(EmbeddingForwardMixin, ConformanceModule)
     return SubspaceModule if "subspace layers" in needs else ConformanceModule
 
 
