@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import lightning as L
 import torch
@@ -11,14 +11,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fcl._checks import check_strength
+from lightning_fcl.aggregators.base import RoundStats
 from lightning_fcl.callbacks.base import ContinualCallback
-from lightning_fcl.callbacks.gradients import add_penalty, check_gradient_access, weights_of
+from lightning_fcl.callbacks.gradients import add_penalty, check_federated, check_gradient_access, weights_of
 from lightning_fcl.callbacks.side_pass import as_in_training
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.ewc import ewc_penalty_grad, merge_quadratics
 from lightning_fcl.functional.fisher import fisher_diagonal
 from lightning_fcl.functional.likelihood import classification_log_likelihood
 from lightning_fcl.types import MethodCard, Params
+
+Tree: TypeAlias = dict[str, Tensor]
 
 
 class EWC(ContinualCallback):
@@ -31,13 +34,17 @@ class EWC(ContinualCallback):
     are whole, unscaled and not yet clipped. Several quadratics add up to one, so ``memory="all"`` needs no more memory
     than ``"last"``: one importance and one anchor per weight.
 
-    In a federation the anchor is the global model at the task's end and the Fisher is the client's own; both stay on
-    the client. A client without data of a task keeps what it had.
+    In a federation (EWC-FL) the anchor is the global model at the task's end and the Fisher is the client's own; both
+    stay on the client, and a client without data of a task keeps what it had. With ``shared=True`` clients send their
+    Fisher once per task, and the server hands its mean, weighted by examples, to everybody: the Fisher of all data.
 
     Args:
         strength: :math:`\lambda \ge 0`, with the one half. The step is stable only while learning rate times
             ``strength`` times the largest importance stays below 2.
         memory: ``"all"`` protects all earlier tasks, ``"last"`` only the one before.
+        decay: With ``memory="all"``, what the importance of earlier tasks is multiplied by at each task's end, in
+            [0, 1] (online EWC's :math:`\gamma`).
+        shared: In a federation, whether all clients protect the mean of their importances in the place of their own.
         log_likelihood: ``f(module, batch) -> Tensor [B]``, log p(y|x) per example; by default for ``(x, y)`` batches of
             a classifier whose ``forward`` gives logits.
         num_samples: Measure on so many examples; ``None`` for all.
@@ -63,34 +70,46 @@ class EWC(ContinualCallback):
         neutral={"strength": 0.0},
     )
 
+    upload_phase = "boundary"
+
     def __init__(
         self,
         strength: float = 10.0,
         *,
         memory: Literal["all", "last"] = "all",
+        decay: float = 1.0,
+        shared: bool = False,
         log_likelihood: Callable[[Any, Any], Tensor] = classification_log_likelihood,
         num_samples: int | None = None,
     ) -> None:
         check_strength(strength)
         if memory not in ("all", "last"):
             raise MisconfigurationError(f'`memory` must be "all" or "last", got {memory!r}.')
+        if not 0 <= decay <= 1:
+            raise MisconfigurationError(f"`decay` must be between 0 and 1, got {decay}. 1 forgets nothing.")
         self.strength = strength
         self.memory = memory
+        self.decay = decay
+        self.shared = shared
         self.log_likelihood = log_likelihood
         self.num_samples = num_samples
-        self.importance: dict[str, Tensor] = {}
+        self.importance: Tree = {}
         """Fisher diagonal by parameter name, mean over samples; empty before the first task ends."""
-        self.anchor: dict[str, Tensor] = {}
+        self.anchor: Tree = {}
         """Where the quadratic has its minimum, by parameter name."""
+        self._measured: dict[str, Tensor] = {}
 
     @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(strength=self.strength, memory=self.memory)
+        settings = {"strength": self.strength, "memory": self.memory, "decay": self.decay, "shared": self.shared}
+        return self._generate_state_key(**settings)
 
     @override
     def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         check_gradient_access(trainer, "EWC")
+        if self.shared:
+            check_federated(trainer, "EWC(shared=True)")
 
     @override
     def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
@@ -125,19 +144,56 @@ class EWC(ContinualCallback):
             # Each rank measured its own share; DistributedSampler makes the shares equal.
             importance = {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in importance.items()}
         anchor = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
-        if self.importance and self.memory == "all":
-            shared = self.importance.keys() & importance.keys()
-            old = {n: self.importance[n] for n in shared}, {n: self.anchor[n] for n in shared}
-            new = {n: importance[n] for n in shared}, {n: anchor[n] for n in shared}
-            merged_importance, merged_anchor, _ = merge_quadratics(old, new)
-            importance, anchor = {**importance, **merged_importance}, {**anchor, **merged_anchor}
-        self.importance, self.anchor = importance, anchor
+        if self.shared:
+            self._measured = _joined(importance, anchor)
+        else:
+            self.importance, self.anchor = self._remember((self.importance, self.anchor), (importance, anchor))
+
+    def _remember(self, old: tuple[Tree, Tree], new: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """Importance and anchor after a task, from those before it and those that it alone would leave."""
+        if self.memory == "last":
+            return new
+        faded = {name: self.decay * value for name, value in old[0].items()}
+        names = faded.keys() & new[0].keys()
+        both = (faded, old[1]), new
+        before, after = (({n: f[n] for n in names}, {n: a[n] for n in names}) for f, a in both)
+        importance, anchor, _ = merge_quadratics(before, after)
+        return {**faded, **new[0], **importance}, {**old[1], **new[1], **anchor}
+
+    @override
+    def upload(self, trainer: Any) -> dict[str, Tensor]:
+        return self._measured
+
+    @override
+    def serve(self, merged: dict[str, Tensor], previous: dict[str, Tensor], stats: RoundStats) -> dict[str, Tensor]:
+        return _joined(*self._remember(_parted(previous), _parted(merged)))
+
+    @override
+    def download(self, merged: dict[str, Tensor]) -> None:
+        self.importance, self.anchor = _parted(merged)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"importance": self.importance, "anchor": self.anchor} if self.importance else {}
+        own = self.importance and not self.shared  # what all share is the server's
+        return {"importance": self.importance, "anchor": self.anchor} if own else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.importance = dict(state_dict.get("importance", {}))
         self.anchor = dict(state_dict.get("anchor", {}))
+        self._measured = {}
+
+
+def _joined(importance: Params, anchor: Params) -> dict[str, Tensor]:
+    """Both trees as one, so that they can travel."""
+    parts = {"importance/": importance, "anchor/": anchor}
+    return {kind + name: value for kind, tree in parts.items() for name, value in tree.items()}
+
+
+def _parted(tree: Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inverse of :func:`_joined`."""
+    importance, anchor = (
+        {name.removeprefix(kind): value for name, value in tree.items() if name.startswith(kind)}
+        for kind in ("importance/", "anchor/")
+    )
+    return importance, anchor
