@@ -145,7 +145,8 @@ class EWC(ContinualCallback):
             importance = {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in importance.items()}
         anchor = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
         if self.shared:
-            self._measured = _joined(importance, anchor)
+            travelling = trainer.travelling
+            self._measured = _joined(*({n: tree[n] for n in tree if n in travelling} for tree in (importance, anchor)))
         else:
             self.importance, self.anchor = self._remember((self.importance, self.anchor), (importance, anchor))
 
