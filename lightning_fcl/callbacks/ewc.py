@@ -1,115 +1,19 @@
 """EWC: slow down the weights that mattered for earlier tasks."""
 
-import math
-from abc import abstractmethod
 from collections.abc import Callable
-from itertools import islice
 from typing import Any, ClassVar, Literal
 
 import lightning as L
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_fcl._checks import check_strength
-from lightning_fcl.callbacks.base import ContinualCallback
-from lightning_fcl.callbacks.gradients import add_penalty, check_gradient_access, weights_of
-from lightning_fcl.callbacks.side_pass import as_in_training
-from lightning_fcl.exceptions import MisconfigurationError
-from lightning_fcl.functional.ewc import ewc_penalty_grad, merge_quadratics
-from lightning_fcl.functional.fisher import fisher_diagonal
+from lightning_fcl.aggregators.base import RoundStats
+from lightning_fcl.callbacks.gradients import check_federated
+from lightning_fcl.callbacks.quadratic_memory import QuadraticMemory, Tree
+from lightning_fcl.functional.ewc import ewc_penalty_grad
 from lightning_fcl.functional.likelihood import classification_log_likelihood
 from lightning_fcl.types import MethodCard, Params
-
-
-class QuadraticMemory(ContinualCallback):
-    """What EWC and its kin share: importances measured when a task ends, and one quadratic for all of them.
-
-    Args:
-        memory: ``"all"`` protects all earlier tasks, ``"last"`` only the one before.
-        log_likelihood: ``f(module, batch) -> Tensor [B]``, log p(y|x) per example.
-        num_samples: Measure on so many examples; ``None`` for all.
-
-    Raises:
-        MisconfigurationError: If ``memory`` is another word; at setup, if the strategy hides whole gradients.
-    """
-
-    def __init__(
-        self, *, memory: Literal["all", "last"], log_likelihood: Callable[[Any, Any], Tensor], num_samples: int | None
-    ) -> None:
-        if memory not in ("all", "last"):
-            raise MisconfigurationError(f'`memory` must be "all" or "last", got {memory!r}.')
-        self.memory = memory
-        self.log_likelihood = log_likelihood
-        self.num_samples = num_samples
-        self.importance: dict[str, Tensor] = {}
-        """Fisher diagonal by parameter name, mean over samples; empty before the first task ends."""
-        self.anchor: dict[str, Tensor] = {}
-        """Where the quadratic has its minimum, by parameter name."""
-
-    @property
-    @abstractmethod
-    def is_on(self) -> bool:
-        """Whether there is any pull; without one nothing is measured."""
-
-    @abstractmethod
-    def pull(self, weights: Params, anchor: Params, importance: Params) -> dict[str, Tensor]:
-        """Gradient of the penalty, by parameter name; all three trees have the same names."""
-
-    def weigh(self, importance: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The importance of one task as it enters the memory; by default as measured."""
-        return importance
-
-    @override
-    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
-        check_gradient_access(trainer, type(self).__name__)
-
-    @override
-    def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        device = pl_module.device
-        self.importance = {name: value.to(device) for name, value in self.importance.items()}
-        self.anchor = {name: value.to(device) for name, value in self.anchor.items()}
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        if self.importance and self.is_on:
-            add_penalty(trainer, pl_module, self._pull, self.importance)
-
-    def _pull(self, weights: Params) -> Params:
-        anchor, importance = ({name: tree[name] for name in weights} for tree in (self.anchor, self.importance))
-        return self.pull(weights, anchor, importance)
-
-    @override
-    def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        if not self.is_on:
-            return
-        limit = trainer.num_training_batches
-        loader = islice(trainer.train_dataloader, None if math.isinf(limit) else int(limit))
-        batches = (as_in_training(trainer, pl_module, batch) for batch in loader)
-        importance = fisher_diagonal(pl_module, self.log_likelihood, batches, num_samples=self.num_samples)
-        if isinstance(trainer, L.Trainer) and trainer.world_size > 1:
-            # Each rank measured its own share; DistributedSampler makes the shares equal.
-            importance = {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in importance.items()}
-        importance = self.weigh(importance)
-        anchor = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
-        if self.importance and self.memory == "all":
-            shared = self.importance.keys() & importance.keys()
-            old = {n: self.importance[n] for n in shared}, {n: self.anchor[n] for n in shared}
-            new = {n: importance[n] for n in shared}, {n: anchor[n] for n in shared}
-            merged_importance, merged_anchor, _ = merge_quadratics(old, new)
-            importance, anchor = {**importance, **merged_importance}, {**anchor, **merged_anchor}
-        self.importance, self.anchor = importance, anchor
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"importance": self.importance, "anchor": self.anchor} if self.importance else {}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.importance = dict(state_dict.get("importance", {}))
-        self.anchor = dict(state_dict.get("anchor", {}))
 
 
 class EWC(QuadraticMemory):
@@ -122,13 +26,17 @@ class EWC(QuadraticMemory):
     are whole, unscaled and not yet clipped. Several quadratics add up to one, so ``memory="all"`` needs no more memory
     than ``"last"``: one importance and one anchor per weight.
 
-    In a federation the anchor is the global model at the task's end and the Fisher is the client's own; both stay on
-    the client. A client without data of a task keeps what it had.
+    In a federation (EWC-FL) the anchor is the global model at the task's end and the Fisher is the client's own; both
+    stay on the client, and a client without data of a task keeps what it had. With ``shared=True`` clients send their
+    Fisher once per task, and the server hands its mean, weighted by examples, to everybody: the Fisher of all data.
 
     Args:
         strength: :math:`\lambda \ge 0`, with the one half. The step is stable only while learning rate times
             ``strength`` times the largest importance stays below 2.
         memory: ``"all"`` protects all earlier tasks, ``"last"`` only the one before.
+        decay: With ``memory="all"``, what the importance of earlier tasks is multiplied by at each task's end, in
+            [0, 1] (online EWC's :math:`\gamma`).
+        shared: In a federation, whether all clients protect the mean of their importances in the place of their own.
         log_likelihood: ``f(module, batch) -> Tensor [B]``, log p(y|x) per example; by default for ``(x, y)`` batches of
             a classifier whose ``forward`` gives logits.
         num_samples: Measure on so many examples; ``None`` for all.
@@ -154,22 +62,29 @@ class EWC(QuadraticMemory):
         neutral={"strength": 0.0},
     )
 
+    upload_phase = "boundary"
+
     def __init__(
         self,
         strength: float = 10.0,
         *,
         memory: Literal["all", "last"] = "all",
+        decay: float = 1.0,
+        shared: bool = False,
         log_likelihood: Callable[[Any, Any], Tensor] = classification_log_likelihood,
         num_samples: int | None = None,
     ) -> None:
-        super().__init__(memory=memory, log_likelihood=log_likelihood, num_samples=num_samples)
+        super().__init__(memory=memory, decay=decay, log_likelihood=log_likelihood, num_samples=num_samples)
         check_strength(strength)
         self.strength = strength
+        self.shared = shared
+        self._measured: Tree = {}
 
     @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(strength=self.strength, memory=self.memory)
+        settings = {"strength": self.strength, "memory": self.memory, "decay": self.decay, "shared": self.shared}
+        return self._generate_state_key(**settings)
 
     @property
     @override
@@ -179,3 +94,53 @@ class EWC(QuadraticMemory):
     @override
     def pull(self, weights: Params, anchor: Params, importance: Params) -> dict[str, Tensor]:
         return ewc_penalty_grad(weights, anchor, importance, self.strength)
+
+    @override
+    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self.shared:
+            check_federated(trainer, "EWC(shared=True)")
+
+    @override
+    def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        if not self.shared:
+            super().on_task_end(trainer, pl_module)
+        elif self.is_on:
+            trees = self.measure(trainer, pl_module)
+            self._measured = _joined(*({n: tree[n] for n in tree if n in trainer.travelling} for tree in trees))
+
+    @override
+    def upload(self, trainer: Any) -> dict[str, Tensor]:
+        return self._measured
+
+    @override
+    def serve(self, merged: dict[str, Tensor], previous: dict[str, Tensor], stats: RoundStats) -> dict[str, Tensor]:
+        return _joined(*self.remember(_parted(previous), _parted(merged)))
+
+    @override
+    def download(self, merged: dict[str, Tensor]) -> None:
+        self.importance, self.anchor = _parted(merged)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.shared else super().state_dict()  # what all share is the server's
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._measured = {}
+
+
+def _joined(importance: Params, anchor: Params) -> dict[str, Tensor]:
+    """Both trees as one, so that they can travel."""
+    parts = {"importance/": importance, "anchor/": anchor}
+    return {kind + name: value for kind, tree in parts.items() for name, value in tree.items()}
+
+
+def _parted(tree: Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inverse of :func:`_joined`."""
+    importance, anchor = (
+        {name.removeprefix(kind): value for name, value in tree.items() if name.startswith(kind)}
+        for kind in ("importance/", "anchor/")
+    )
+    return importance, anchor

@@ -9,7 +9,7 @@ from lightning_fcl._match import NameRule
 from lightning_fcl.callbacks.base import ContinualCallback
 from lightning_fcl.callbacks.gradients import weights_of
 from lightning_fcl.callbacks.modality_groups import parameter_groups
-from lightning_fcl.functional.modality_ewc import group_drift
+from lightning_fcl.functional.drift import group_drift
 
 
 class ModalityDrift(ContinualCallback):

@@ -1,13 +1,16 @@
 """What callbacks upload: exact sums on any number of ranks, their bytes, their server side, and the boundary pass."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lightning_fcl.aggregators import Chain, FedAvg, Reducer, ServerStep
-from lightning_fcl.callbacks import ContinualCallback
+from lightning_fcl.callbacks import EWC, SCAFFOLD, ContinualCallback, FedCurv, FedDyn
 from lightning_fcl.exceptions import FCLError, MisconfigurationError
 from lightning_fcl.federated.uploads import Uploads
-from tests.helpers.toy import assert_same_bits, make_toy, toy_stream, toy_trainer
+from tests.helpers.quadratics import client_states, server_tree
+from tests.helpers.toy import ToyModule, assert_same_bits, make_toy, toy_stream, toy_trainer
 
 CLIENTS = 19  # more than two slabs, and not the same number on both ranks
 
@@ -175,3 +178,43 @@ def test_rules_that_a_callback_brings(tmp_path):
     with pytest.raises(MisconfigurationError, match="reducer in first place"):
         toy_trainer(tmp_path, callbacks=[Brings(), BringsToo()])
     assert issubclass(FedAvg, Reducer)
+
+
+def test_a_modules_own_callback_brings_no_rules(tmp_path):
+    class Own(ToyModule):
+        def configure_callbacks(self):
+            return [Brings()]
+
+    with pytest.raises(MisconfigurationError, match="must not return Brings, which has a part on the server"):
+        toy_trainer(tmp_path).fit(make_toy(cls=Own), toy_stream())
+
+
+@pytest.mark.parametrize("method", [SCAFFOLD(), SCAFFOLD("I"), FedDyn(0.1), FedCurv(0.01), EWC(1.0, shared=True)])
+def test_personal_parameters_take_no_part(method, tmp_path):
+    """What stays with the clients has no global value: nothing of it is sent, and no state of it is kept."""
+    toy_trainer(tmp_path, payload="net.0.*", callbacks=[method]).fit(make_toy(), toy_stream(tasks=1))
+    for tree in (server_tree(tmp_path)["downloads"], *client_states(tmp_path).values()):
+        assert "net.0.weight" in str(tree) or not tree
+        assert "net.2" not in str(tree)
+
+
+class Refused(ContinualCallback):
+    """Spoils the weights of one client in one round, after its callbacks have done their work."""
+
+    def on_upload(self, trainer, pl_module, update):
+        spoilt = trainer.client == 1 and trainer.global_round == 2
+        return replace(update, num_examples=-1.0) if spoilt else update
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped")
+@pytest.mark.parametrize("quorum", [1, 4])
+@pytest.mark.parametrize("megabytes", [0, 64])
+def test_what_the_server_did_not_use_leaves_no_trace_in_the_clients(megabytes, quorum, tmp_path):
+    """After a refused update, and after a round below the quorum, the server's variate is still the mean of all."""
+    options = {"rounds": 5, "clients_per_round": 4, "min_completed": quorum, "client_state_mb": megabytes}
+    toy_trainer(tmp_path, callbacks=[SCAFFOLD(), Refused()], **options).fit(make_toy(), toy_stream(tasks=1))
+    served = next(iter(server_tree(tmp_path)["downloads"].values()))
+    states = [state["variate"] for state in client_states(tmp_path).values()]
+    assert len(states) == 4
+    for name, value in served.items():
+        torch.testing.assert_close(value, sum(state[name] for state in states) / 4, rtol=1e-4, atol=1e-6)
