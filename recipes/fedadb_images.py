@@ -106,8 +106,8 @@ def main(
         rounds, epochs, clients, sampled, steps = 2, 2, 6, 3, 20
     reports = []
     for one in range(seed, seed + seeds):
-        options = {"path": data_dir and str(data_dir), "clients": clients, "batch_size": batch_size, "seed": one}
-        options |= {"alpha": alpha, "shift": shift, "tasks": tasks, "size": size, "limit": limit}
+        options: dict[str, Any] = {"path": data_dir and str(data_dir), "batch_size": batch_size, "seed": one}
+        options |= {"clients": clients, "alpha": alpha, "shift": shift, "tasks": tasks, "size": size, "limit": limit}
         stream = image_stream(**options, drop_last=net == "resnet18")
         channels, classes = next(iter(stream.eval_loader(0)))[0].shape[1], stream.classes(tasks - 1)[-1] + 1
         fixed = [None] if weight is None else weight if isinstance(weight, list) else [weight]

@@ -35,7 +35,7 @@ class BalancedBatches:
         self.anchors = anchors if anchors is not None and len(anchors.targets) else None
         self.num_classes = num_classes
         self.generator = generator
-        self.present = int(self.labels.unique().numel())
+        self.present = len(set(self.labels.tolist()))
         none = torch.zeros(0, dtype=torch.long)
         self._anchor_labels = none if self.anchors is None else self.anchors.targets.cpu()
 

@@ -1,7 +1,7 @@
 """Streams that a configuration file can name: one call from plain values to a TaskStream."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch.utils.data import ConcatDataset
 
@@ -89,13 +89,13 @@ def image_stream(
         DatasetError: If the folder holds no known set, or one without natural clients.
         MissingExtraError: If scikit-learn or Pillow is needed and not installed (extra ``recipes``).
     """
-    options = {"seed": seed, "batch_size": batch_size, "eval_batch_size": 500, "drop_last": drop_last}
+    options: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "eval_batch_size": 500, "drop_last": drop_last}
     if shift == "domain":
         train, test = zip(*digit_domains(size=size, seed=seed).values(), strict=True)
         held = max(3, -(-10 // max(1, clients // len(train))))  # else few clients could not hold all ten
         parts = ByDomain(within=ExtendedDirichlet(min(held, 10), alpha=alpha), min_examples=2)
-        data = ([ConcatDataset(train)], [ConcatDataset(test)])
-        return TaskStream.from_datasets(*data, clients=clients, partition=parts, names=["digits"], **options)
+        joined: list[Any] = [[ConcatDataset(sets)] for sets in (train, test)]
+        return TaskStream.from_datasets(*joined, clients=clients, partition=parts, names=["digits"], **options)
     sets = load_images(path, size=size, limit=limit, seed=seed)
     partition: Partition = LabelDirichlet(alpha, min_examples=2)
     if shift == "natural":

@@ -88,7 +88,7 @@ def _hessian(result: Analysis, module: L.LightningModule, inputs: Tensor, labels
     def loss(net: nn.Module, batch: Any) -> Tensor:
         return nnf.cross_entropy(_logits(module, batch[0]), batch[1])
 
-    batches = [((x, y), len(y)) for x, y in zip(inputs.split(250), labels.split(250), strict=True)]
+    batches = [((x, y), len(y)) for x, y in zip(torch.split(inputs, 250), torch.split(labels, 250), strict=True)]
     values = top_eigenvalues(module, loss, batches)
     with torch.no_grad():
         right = torch.cat([_logits(module, x).argmax(1) == y for (x, y), _ in batches]).float().mean().item()
@@ -112,7 +112,7 @@ def _plane(
 
 
 def _prototypes(result: Analysis, features: Tensor, labels: Tensor, made: Tensor, anchors: AnchorSet) -> None:
-    classes = labels.unique()
+    classes = torch.tensor(sorted(set(labels.tolist())))
     means = torch.stack([features[labels == c].mean(0) for c in classes])
     centre = features.mean(0)
     table = nnf.cosine_similarity((made - centre).unsqueeze(1), (means - centre).unsqueeze(0), dim=2)
@@ -156,7 +156,7 @@ def _logits(module: L.LightningModule, inputs: Tensor) -> Tensor:
 
 def _features(module: L.LightningModule, inputs: Tensor) -> Tensor:
     with torch.no_grad():
-        return torch.cat([_through_head(module, part.cpu())[0].flatten(1) for part in inputs.split(250)])
+        return torch.cat([_through_head(module, part.cpu())[0].flatten(1) for part in torch.split(inputs, 250)])
 
 
 def _through_head(module: L.LightningModule, inputs: Tensor) -> tuple[Tensor, Tensor]:

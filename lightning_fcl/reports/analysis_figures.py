@@ -56,13 +56,12 @@ def plane(points: Tensor, labels: Tensor, anchors: Tensor, targets: Tensor | Non
         A PNG.
     """
     figure, axes = _figure(6, 5)
-    top = max(1, int(labels.max()))
-    dots: Any = axes.scatter(
-        *points.T.numpy(), c=labels.numpy(), cmap="nipy_spectral", vmin=0, vmax=top, s=6, alpha=0.5
-    )
+    shades: dict[str, Any] = {"cmap": "nipy_spectral", "vmin": 0, "vmax": max(1, int(labels.max()))}
+    x, y = points.T.numpy()
+    dots: Any = axes.scatter(x, y, c=labels.numpy(), s=6, alpha=0.5, **shades)
     if targets is not None and len(anchors):
-        colours = {"c": targets.numpy(), "cmap": "nipy_spectral", "vmin": 0, "vmax": top}
-        axes.scatter(*anchors.T.numpy(), marker="*", s=220, edgecolors="black", **colours)
+        x, y = anchors.T.numpy()
+        axes.scatter(x, y, c=targets.numpy(), marker="*", s=220, edgecolors="black", **shades)
     axes.set_title(title, fontsize=10)
     axes.set_xticks([])
     axes.set_yticks([])

@@ -38,11 +38,11 @@ def top_eigenvalues(
     import numpy as np
 
     params = _used(module, loss_fn, batches[0][0])
-    size, total = sum(p.numel() for p in params), sum(count for _, count in batches)
+    sizes, total = [p.numel() for p in params], sum(count for _, count in batches)
 
     def product(vector: Any) -> Any:
         flat = torch.from_numpy(np.asarray(vector).ravel()).to(params[0])
-        direction = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in params]), params, strict=True)]
+        direction = [part.view_as(p) for part, p in zip(torch.split(flat, sizes), params, strict=True)]
         result = torch.zeros_like(flat)
         for batch, count in batches:
             gradients = torch.autograd.grad(loss_fn(module, batch), params, create_graph=True)
@@ -51,8 +51,8 @@ def top_eigenvalues(
             result += torch.cat([part.reshape(-1) for part in parts]) * (count / total)
         return result.double().cpu().numpy()
 
-    operator = linalg.LinearOperator((size, size), matvec=product, dtype=np.float64)
-    start = np.random.default_rng(0).standard_normal(size)
+    operator = linalg.LinearOperator((sum(sizes), sum(sizes)), matvec=product, dtype=np.float64)
+    start = np.random.default_rng(0).standard_normal(sum(sizes))
     values = linalg.eigsh(operator, k=k, which="LA", v0=start, tol=tolerance, return_eigenvectors=False)
     return sorted(map(float, values), reverse=True)
 
