@@ -324,7 +324,7 @@ def test_a_reducer_sees_extractor_and_global_head_only(tmp_path):
     [
         ("FedProx", {"callbacks": FedProx(0.5)}),
         ("SPECIAL", {"aggregator": Chain(FedAvg(), ServerProximal(1.0))}),
-        ("TSGA", {"aggregator": TSGA(0.9, only="net.*")}),
+        ("TSGA", {"aggregator": TSGA(0.6, only="net.*")}),
     ],
 )
 def test_composes(tmp_path, name, options):
