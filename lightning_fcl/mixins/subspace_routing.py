@@ -130,7 +130,8 @@ class SubspaceRoutingMixin(L.LightningModule):
         Returns:
             As :func:`~lightning_fcl.functional.propose_threshold`.
         """
-        tokens, tasks = [], []
+        tokens: list[Tensor] = []
+        tasks: list[int] = []
         for task, loader in enumerate(loaders):
             batches = (self.on_before_batch_transfer(batch, 0) for batch in loader)
             features = torch.cat([self.identity_features(batch) for batch in batches])
