@@ -93,9 +93,9 @@ class LoRAMean(Reducer):
         gap, length, start = 0.0, 0.0, 0
         for down, up in self._pairs:
             middle = start + down.stop - down.start
-            a = clients[:, start:middle].unflatten(1, (self.rank, -1))
+            a = clients[:, start:middle].reshape(len(clients), self.rank, -1)
             start = middle + up.stop - up.start
-            b = clients[:, middle:start].unflatten(1, (-1, self.rank))
+            b = clients[:, middle:start].reshape(len(clients), -1, self.rank)
             mean_a, mean_b = merge_lora(a, b, weights, "factors")
             left = torch.cat([mean_b[None], -weights[:, None, None] * b])
             right = torch.cat([mean_a[None], a])

@@ -21,5 +21,5 @@ class SaveSubspaces(ServerCallback):
 
     @override
     def on_task_end(self, trainer: "FederatedTrainer", pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero and getattr(pl_module, "num_subspaces", 0):
+        if trainer.is_global_zero and getattr(pl_module, "num_subspaces", None):
             save_subspaces(pl_module, trainer.run_dir / "adapters" / f"task_{trainer.state.task:02d}")

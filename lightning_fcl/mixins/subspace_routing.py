@@ -1,6 +1,6 @@
 """DISCO's subspace selective activation: at evaluation every subspace speaks as much as it resembles the input."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_fcl.exceptions import MisconfigurationError
+from lightning_fcl.functional.identity_token import ThresholdProposal, identity_token, propose_threshold
 from lightning_fcl.functional.subspace_lora import Activation, activation_factors
 from lightning_fcl.models.prompt_encoders import ImageMean, PromptEmbeddings
 from lightning_fcl.models.subspace_lora import SubspaceLinear, subspace_layers
@@ -118,6 +119,25 @@ class SubspaceRoutingMixin(L.LightningModule):
             return self.routing_image_encoder(batch)
         self._image_mean = self._image_mean or ImageMean.of(self)
         return self._image_mean(batch)
+
+    def propose_threshold(self, loaders: Sequence[Iterable[Any]], parts: int = 4) -> ThresholdProposal:
+        """A threshold for this module's features, from held-out prompts of some tasks.
+
+        Args:
+            loaders: Batches of each task, e.g. ``[stream.eval_loader(0), stream.eval_loader(1)]``.
+            parts: Into how many parts, each with a token of its own, a task is cut.
+
+        Returns:
+            As :func:`~lightning_fcl.functional.propose_threshold`.
+        """
+        tokens: list[Tensor] = []
+        tasks: list[int] = []
+        for task, loader in enumerate(loaders):
+            batches = (self.on_before_batch_transfer(batch, 0) for batch in loader)
+            features = torch.cat([self.identity_features(batch) for batch in batches])
+            tokens += [identity_token(part) for part in features.tensor_split(parts) if len(part)]
+            tasks += [task] * (len(tokens) - len(tasks))
+        return propose_threshold(torch.stack(tokens), tasks)
 
     # -- the bank -----------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,13 @@ def test_het_stage_with_two_unseen_tasks_opens_two_subspaces_before_anybody_trai
     assert keep.slots[-1].router["counts"] == [160.0, 160.0]
 
 
+def test_a_threshold_from_held_out_prompts_separates_tasks():
+    net, stream = make_net(), subspace_stream(tasks=3, examples=80)
+    proposal = net.propose_threshold([stream.eval_loader(0), stream.eval_loader(1)])
+    assert proposal.between < proposal.threshold < proposal.within
+    assert proposal.within > 0.9
+
+
 # -- against slow references ------------------------------------------------------------------------------------------
 
 

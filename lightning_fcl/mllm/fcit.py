@@ -1,0 +1,148 @@
+"""The methods of the FCIT benchmark on a LLaVA-like model, all with LoRA of the same total rank in the same layers."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_fcl.aggregators import Chain, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, MLoRA, SubspaceRouter
+from lightning_fcl.callbacks import EWC, OLoRA, SaveSubspaces
+from lightning_fcl.federated.describe import describe
+from lightning_fcl.federated.session import settings_of
+from lightning_fcl.mixins import SubspaceRoutingMixin
+from lightning_fcl.mllm.lora import FEED_FORWARD, PROJECTOR
+from lightning_fcl.mllm.module import MultimodalInstructionModule, model_inputs
+from lightning_fcl.models import add_experts, add_subspaces, subspace_layers
+from lightning_fcl.reports import RunReport
+
+if TYPE_CHECKING:
+    from lightning_fcl.data import TaskStream
+    from lightning_fcl.federated.trainer import FederatedTrainer
+
+METHODS = ("zero-shot", "joint", "finetune", "ewc", "o-lora", "m-lora", "moelora", "disco")
+SERVER_STEPS: Mapping[str, Callable[[], Any]] = {
+    "disco-fedavgm": partial(FedAvgM, 0.5),
+    "disco-fedadam": partial(FedAdam, 1e-3),
+    "disco-fedyogi": partial(FedYogi, 1e-3),
+    "disco-fedadagrad": partial(FedAdagrad, 1e-3),
+}
+TITLES = {
+    "zero-shot": "Zero-shot",
+    "joint": "Joint",
+    "finetune": "Finetune",
+    "ewc": "EWC",
+    "o-lora": "O-LoRA",
+    "m-lora": "M-LoRA",
+    "moelora": "MoELoRA",
+    "disco": "DISCO",
+    "disco-fedavgm": "DISCO + FedAvgM",
+    "disco-fedadam": "DISCO + FedAdam",
+    "disco-fedyogi": "DISCO + FedYogi",
+    "disco-fedadagrad": "DISCO + FedAdagrad",
+}
+_SLICED = ("o-lora", "m-lora", "disco", *SERVER_STEPS)  # a subspace per task; the others have one of the whole rank
+
+
+class RoutedInstructionModule(SubspaceRoutingMixin, MultimodalInstructionModule):
+    """Any LLaVA-like model, evaluated with its subspaces if it has some."""
+
+
+def fcit_module(
+    method: str,
+    model: str | Path,
+    *,
+    stages: int,
+    rank: int = 8,
+    scaling: float = 2.0,
+    dropout: float = 0.05,
+    train_projector: bool = False,
+    **options: Any,
+) -> RoutedInstructionModule:
+    """The model with what a method trains.
+
+    Args:
+        method: A name of ``TITLES``.
+        model: Folder or hub id of a LLaVA-like model.
+        stages: Stages of the stream; methods without a subspace per task get ``stages`` times the rank.
+        rank: Rank of one subspace.
+        scaling: LoRA's alpha over the total rank.
+        dropout: In front of LoRA.
+        train_projector: Train the projector too, shared by all tasks.
+        **options: Of the module: ``lr``, ``max_new_tokens``, ``routing_activation`` and the like.
+    """
+    torch.manual_seed(0)  # the same start for every seed of the stream
+    module = RoutedInstructionModule.from_pretrained(model, lora=None, **options)
+    shared: Any = PROJECTOR if train_projector else ()
+    settings: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "trainable": shared}
+    if method == "moelora":
+        add_experts(module.model, f"re:{FEED_FORWARD}", rank=rank * stages, experts=stages, **settings)
+    else:
+        add_subspaces(module.model, f"re:{FEED_FORWARD}", rank=rank * (1 if method in _SLICED else stages), **settings)
+    return module
+
+
+def fcit_rules(
+    method: str, module: RoutedInstructionModule, *, threshold: float, strength: float | None = None
+) -> dict[str, Any]:
+    """What a method adds to the trainer's arguments.
+
+    Args:
+        method: A name of ``TITLES``.
+        module: What :func:`fcit_module` made.
+        threshold: Of DISCO's routing.
+        strength: Of EWC's or O-LoRA's penalty; each has its default.
+    """
+    lora = {f"{name}.lora_{factor}" for name in subspace_layers(module) for factor in "AB"}
+    shared = [name for name, p in module.named_parameters() if p.requires_grad and name not in lora]
+    if method == "ewc":
+        return {"callbacks": EWC(100.0 if strength is None else strength, log_likelihood=answer_log_likelihood)}
+    if method == "o-lora":
+        return {"callbacks": OLoRA(0.05 if strength is None else strength)}
+    if method == "m-lora":
+        return {"aggregator": MLoRA(shared=shared)}
+    if method.startswith("disco"):
+        steps = [SERVER_STEPS[method]()] if method in SERVER_STEPS else []
+        chain = Chain(SubspaceRouter(threshold, shared=shared), FedAvg(), *steps)
+        return {"aggregator": chain, "server_callbacks": SaveSubspaces()}
+    return {}
+
+
+def answer_log_likelihood(module: MultimodalInstructionModule, batch: Mapping[str, Any]) -> Tensor:
+    """Log-likelihood of each example's answer, shape ``[B]``: the sum over its tokens."""
+    labels: Tensor = batch["labels"][:, 1:]
+    logits = module.model(**model_inputs(batch)).logits[:, :-1].transpose(1, 2)
+    losses = F.cross_entropy(logits, labels.clamp_min(0), reduction="none")
+    return -(losses * (labels >= 0)).sum(1)
+
+
+def zero_shot(trainer: "FederatedTrainer", module: RoutedInstructionModule, stream: "TaskStream") -> RunReport:
+    """The untrained model's scores as a report with one row."""
+    scores = [metrics["val_acc"] for metrics in trainer.validate(module, stream)]
+    report = RunReport(
+        run_dir=trainer.run_dir,
+        method=trainer.method,
+        accuracy=torch.tensor([scores], dtype=torch.float64),
+        names=stream.names,
+        seed=trainer.seed,
+        score="val_acc",
+        config={"trainer": settings_of(trainer), "stream": describe(stream.summary())},
+    )
+    report.save()
+    return report
+
+
+def uplink(module: RoutedInstructionModule, stages: int) -> dict[str, int]:
+    """Bytes that a client sends per round: of weights here, and with all slots, as the published code does.
+
+    Args:
+        module: What :func:`fcit_module` made for DISCO.
+        stages: Slots of the published code.
+    """
+    trained = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
+    slot = sum(size for name, size in trained.items() if "lora_" in name)
+    projector = sum(p.numel() * p.element_size() for n, p in module.named_parameters() if PROJECTOR.search(n))
+    return {"here": sum(trained.values()), "published": stages * slot + projector}
