@@ -4,7 +4,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import lightning as L
 import torch
@@ -12,14 +12,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fcl._checks import check_strength
+from lightning_fcl.aggregators.base import RoundStats
 from lightning_fcl.callbacks.base import ContinualCallback
-from lightning_fcl.callbacks.gradients import add_penalty, check_gradient_access, weights_of
+from lightning_fcl.callbacks.gradients import add_penalty, check_federated, check_gradient_access, weights_of
 from lightning_fcl.callbacks.side_pass import as_in_training
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.ewc import ewc_penalty_grad, merge_quadratics
 from lightning_fcl.functional.fisher import fisher_diagonal
 from lightning_fcl.functional.likelihood import classification_log_likelihood
 from lightning_fcl.types import MethodCard, Params
+
+Tree: TypeAlias = dict[str, Tensor]
 
 
 class QuadraticMemory(ContinualCallback):
@@ -29,23 +32,39 @@ class QuadraticMemory(ContinualCallback):
         memory: ``"all"`` protects all earlier tasks, ``"last"`` only the one before.
         log_likelihood: ``f(module, batch) -> Tensor [B]``, log p(y|x) per example.
         num_samples: Measure on so many examples; ``None`` for all.
+        decay: With ``memory="all"``, what earlier importances are multiplied by at each task's end, in [0, 1].
+        shared: In a federation, whether all clients protect the mean of their importances in the place of their own.
 
     Raises:
-        MisconfigurationError: If ``memory`` is another word; at setup, if the strategy hides whole gradients.
+        MisconfigurationError: If ``memory`` is another word or ``decay`` out of range; at setup, if the strategy hides
+            whole gradients, or with ``shared`` in a stock ``Trainer``.
     """
 
+    upload_phase = "boundary"
+
     def __init__(
-        self, *, memory: Literal["all", "last"], log_likelihood: Callable[[Any, Any], Tensor], num_samples: int | None
+        self,
+        *,
+        memory: Literal["all", "last"],
+        log_likelihood: Callable[[Any, Any], Tensor],
+        num_samples: int | None,
+        decay: float = 1.0,
+        shared: bool = False,
     ) -> None:
         if memory not in ("all", "last"):
             raise MisconfigurationError(f'`memory` must be "all" or "last", got {memory!r}.')
+        if not 0 <= decay <= 1:
+            raise MisconfigurationError(f"`decay` must be between 0 and 1, got {decay}. 1 forgets nothing.")
         self.memory = memory
+        self.decay = decay
+        self.shared = shared
         self.log_likelihood = log_likelihood
         self.num_samples = num_samples
         self.importance: dict[str, Tensor] = {}
         """Fisher diagonal by parameter name, mean over samples; empty before the first task ends."""
         self.anchor: dict[str, Tensor] = {}
         """Where the quadratic has its minimum, by parameter name."""
+        self._measured: Tree = {}
 
     @property
     @abstractmethod
@@ -63,6 +82,8 @@ class QuadraticMemory(ContinualCallback):
     @override
     def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         check_gradient_access(trainer, type(self).__name__)
+        if self.shared:
+            check_federated(trainer, f"{type(self).__name__}(shared=True)")
 
     @override
     def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
@@ -94,22 +115,45 @@ class QuadraticMemory(ContinualCallback):
             importance = {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in importance.items()}
         importance = self.weigh(importance)
         anchor = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
-        if self.importance and self.memory == "all":
-            shared = self.importance.keys() & importance.keys()
-            old = {n: self.importance[n] for n in shared}, {n: self.anchor[n] for n in shared}
-            new = {n: importance[n] for n in shared}, {n: anchor[n] for n in shared}
-            merged_importance, merged_anchor, _ = merge_quadratics(old, new)
-            importance, anchor = {**importance, **merged_importance}, {**anchor, **merged_anchor}
-        self.importance, self.anchor = importance, anchor
+        if self.shared:
+            travelling = trainer.travelling
+            self._measured = _joined(*({n: tree[n] for n in tree if n in travelling} for tree in (importance, anchor)))
+        else:
+            self.importance, self.anchor = self._remember((self.importance, self.anchor), (importance, anchor))
+
+    def _remember(self, old: tuple[Tree, Tree], new: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """Importance and anchor after a task, from those before it and those that it alone would leave."""
+        if self.memory == "last":
+            return new
+        faded = {name: self.decay * value for name, value in old[0].items()}
+        names = faded.keys() & new[0].keys()
+        both = (faded, old[1]), new
+        before, after = (({n: f[n] for n in names}, {n: a[n] for n in names}) for f, a in both)
+        importance, anchor, _ = merge_quadratics(before, after)
+        return {**faded, **new[0], **importance}, {**old[1], **new[1], **anchor}
+
+    @override
+    def upload(self, trainer: Any) -> Tree:
+        return self._measured
+
+    @override
+    def serve(self, merged: Tree, previous: Tree, stats: RoundStats) -> Tree:
+        return _joined(*self._remember(_parted(previous), _parted(merged)))
+
+    @override
+    def download(self, merged: Tree) -> None:
+        self.importance, self.anchor = _parted(merged)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"importance": self.importance, "anchor": self.anchor} if self.importance else {}
+        own = self.importance and not self.shared  # what all share is the server's
+        return {"importance": self.importance, "anchor": self.anchor} if own else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.importance = dict(state_dict.get("importance", {}))
         self.anchor = dict(state_dict.get("anchor", {}))
+        self._measured = {}
 
 
 class EWC(QuadraticMemory):
@@ -122,13 +166,17 @@ class EWC(QuadraticMemory):
     are whole, unscaled and not yet clipped. Several quadratics add up to one, so ``memory="all"`` needs no more memory
     than ``"last"``: one importance and one anchor per weight.
 
-    In a federation the anchor is the global model at the task's end and the Fisher is the client's own; both stay on
-    the client. A client without data of a task keeps what it had.
+    In a federation (EWC-FL) the anchor is the global model at the task's end and the Fisher is the client's own; both
+    stay on the client, and a client without data of a task keeps what it had. With ``shared=True`` clients send their
+    Fisher once per task, and the server hands its mean, weighted by examples, to everybody: the Fisher of all data.
 
     Args:
         strength: :math:`\lambda \ge 0`, with the one half. The step is stable only while learning rate times
             ``strength`` times the largest importance stays below 2.
         memory: ``"all"`` protects all earlier tasks, ``"last"`` only the one before.
+        decay: With ``memory="all"``, what the importance of earlier tasks is multiplied by at each task's end, in
+            [0, 1] (online EWC's :math:`\gamma`).
+        shared: In a federation, whether all clients protect the mean of their importances in the place of their own.
         log_likelihood: ``f(module, batch) -> Tensor [B]``, log p(y|x) per example; by default for ``(x, y)`` batches of
             a classifier whose ``forward`` gives logits.
         num_samples: Measure on so many examples; ``None`` for all.
@@ -159,17 +207,22 @@ class EWC(QuadraticMemory):
         strength: float = 10.0,
         *,
         memory: Literal["all", "last"] = "all",
+        decay: float = 1.0,
+        shared: bool = False,
         log_likelihood: Callable[[Any, Any], Tensor] = classification_log_likelihood,
         num_samples: int | None = None,
     ) -> None:
-        super().__init__(memory=memory, log_likelihood=log_likelihood, num_samples=num_samples)
+        super().__init__(
+            memory=memory, log_likelihood=log_likelihood, num_samples=num_samples, decay=decay, shared=shared
+        )
         check_strength(strength)
         self.strength = strength
 
     @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(strength=self.strength, memory=self.memory)
+        settings = {"strength": self.strength, "memory": self.memory, "decay": self.decay, "shared": self.shared}
+        return self._generate_state_key(**settings)
 
     @property
     @override
@@ -179,3 +232,18 @@ class EWC(QuadraticMemory):
     @override
     def pull(self, weights: Params, anchor: Params, importance: Params) -> dict[str, Tensor]:
         return ewc_penalty_grad(weights, anchor, importance, self.strength)
+
+
+def _joined(importance: Tree, anchor: Tree) -> Tree:
+    """Both trees as one, so that they can travel."""
+    parts = {"importance/": importance, "anchor/": anchor}
+    return {kind + name: value for kind, tree in parts.items() for name, value in tree.items()}
+
+
+def _parted(tree: Tree) -> tuple[Tree, Tree]:
+    """Inverse of :func:`_joined`."""
+    importance, anchor = (
+        {name.removeprefix(kind): value for name, value in tree.items() if name.startswith(kind)}
+        for kind in ("importance/", "anchor/")
+    )
+    return importance, anchor
