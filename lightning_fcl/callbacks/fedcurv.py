@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_fcl._checks import check_strength
 from lightning_fcl.aggregators.base import RoundStats
 from lightning_fcl.callbacks.base import ContinualCallback
-from lightning_fcl.callbacks.gradients import add_penalty, check_federated, weights_of
+from lightning_fcl.callbacks.gradients import add_penalty, check_federated, travelling_of
 from lightning_fcl.callbacks.side_pass import as_in_training
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.fedcurv import fedcurv_others, fedcurv_penalty_grad
@@ -116,8 +116,10 @@ class FedCurv(ContinualCallback):
         module = trainer.lightning_module
         loader = islice(trainer.train_dataloader, trainer.num_training_batches)
         batches = (as_in_training(trainer, module, batch) for batch in loader)
-        fisher = fisher_diagonal(module, self.log_likelihood, batches, num_samples=self.num_samples)
-        weights = weights_of(trainer, module)
+        weights = travelling_of(trainer, module)
+        fisher = fisher_diagonal(
+            module, self.log_likelihood, batches, params=list(weights), num_samples=self.num_samples
+        )
         new = {_PRECISION + name: value for name, value in fisher.items()}
         new |= {_PULL + name: value * weights[name] for name, value in fisher.items()}
         change = {name: value - self.sent[name] if name in self.sent else value for name, value in new.items()}

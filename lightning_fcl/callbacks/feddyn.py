@@ -11,7 +11,7 @@ from lightning_fcl._checks import check_amount
 from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep
 from lightning_fcl.aggregators.fedavg import FedAvg
 from lightning_fcl.callbacks.base import ContinualCallback
-from lightning_fcl.callbacks.gradients import add_penalty, check_federated, weights_of
+from lightning_fcl.callbacks.gradients import add_penalty, check_federated, travelling_of
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.feddyn import feddyn_dual, feddyn_grad, feddyn_server
 from lightning_fcl.functional.params import zeros_like
@@ -86,7 +86,7 @@ class FedDyn(ContinualCallback):
         if self.reset_on_task and self._task != trainer.task:
             self.dual = {}
         self._task = trainer.task
-        self._anchor = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
+        self._anchor = {name: weight.clone() for name, weight in travelling_of(trainer, pl_module).items()}
         known = {name: value.to(pl_module.device) for name, value in self.dual.items()}
         self.dual = {**zeros_like(self._anchor), **known}
 
@@ -102,7 +102,7 @@ class FedDyn(ContinualCallback):
 
     @override
     def on_fit_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        self.dual = feddyn_dual(weights_of(trainer, pl_module), self._anchor, self.dual, self.strength)
+        self.dual = feddyn_dual(travelling_of(trainer, pl_module), self._anchor, self.dual, self.strength)
         self._anchor = {}
 
     @override

@@ -72,6 +72,11 @@ def weights_of(trainer: Any, pl_module: L.LightningModule) -> dict[str, Tensor]:
     return found
 
 
+def travelling_of(trainer: Any, pl_module: L.LightningModule) -> dict[str, Tensor]:
+    """As :func:`weights_of`, without what stays with the client: it has no global value that clients could agree on."""
+    return {name: weight for name, weight in weights_of(trainer, pl_module).items() if name in trainer.travelling}
+
+
 def add_penalty(
     trainer: Any, pl_module: L.LightningModule, gradient: Callable[[Params], Params], known: Params
 ) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep
 from lightning_fcl.aggregators.fedavg import FedAvg
 from lightning_fcl.callbacks.base import ContinualCallback
-from lightning_fcl.callbacks.gradients import check_federated, weights_of
+from lightning_fcl.callbacks.gradients import check_federated, travelling_of
 from lightning_fcl.callbacks.side_pass import as_in_training, check_side_pass, side_gradients
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.params import zeros_like
@@ -93,7 +93,7 @@ class SCAFFOLD(ContinualCallback):
             served = self.server_variate.pop(_TASK, None)
             self.server_variate = self.server_variate if served is not None and served == trainer.task else {}
         self._task = trainer.task
-        self._start = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
+        self._start = {name: weight.clone() for name, weight in travelling_of(trainer, pl_module).items()}
         nothing = zeros_like(self._start)
         self.variate = {**nothing, **{n: c.to(pl_module.device) for n, c in self.variate.items()}}
         self.server_variate = {**nothing, **self.server_variate}
@@ -101,7 +101,8 @@ class SCAFFOLD(ContinualCallback):
         self._corrects = any(bool(c.any()) for c in self._correction.values())
         self._rates: dict[int, tuple[dict[str, Any], list[float], list[float]]] = {}
         if self.option == "I":
-            self._fresh = self._mean_gradient(trainer, pl_module)
+            mean = self._mean_gradient(trainer, pl_module)
+            self._fresh = {name: mean[name] for name in nothing}
         else:
             _check_sgd(trainer.optimizers)
 
@@ -128,7 +129,7 @@ class SCAFFOLD(ContinualCallback):
             new = dict(self._fresh)
         else:
             travel = self._travel(pl_module)
-            end = weights_of(trainer, pl_module)
+            end = travelling_of(trainer, pl_module)
             trees = (self.variate, self.server_variate, self._start, end)
             own, server, start, there = ({name: tree[name] for name in travel} for tree in trees)
             moved = scaffold_variate(own, server, start, there, travel)
@@ -141,11 +142,10 @@ class SCAFFOLD(ContinualCallback):
         """How far a gradient of 1 would have moved each weight; what did not move at all keeps its variate."""
         distance: dict[int, float] = {}
         for group, rates, momenta in self._rates.values():
-            options = {"dampening": float(group["dampening"]), "nesterov": bool(group["nesterov"])}
-            distance |= dict.fromkeys(map(id, group["params"]), sgd_travel(rates, momenta, **options))  # type: ignore[arg-type]
-        return {
-            n: d for n, p in pl_module.named_parameters() if p.requires_grad and (d := distance.get(id(p), 0.0)) > 0
-        }
+            travel = sgd_travel(rates, momenta, dampening=float(group["dampening"]), nesterov=bool(group["nesterov"]))
+            distance |= dict.fromkeys(map(id, group["params"]), travel)
+        names = {name: distance.get(id(p), 0.0) for name, p in pl_module.named_parameters() if name in self._start}
+        return {name: travel for name, travel in names.items() if travel > 0}
 
     @override
     def upload(self, trainer: Any) -> dict[str, Tensor]:

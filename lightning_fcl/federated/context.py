@@ -334,6 +334,11 @@ class ClientContext:
         """Whole values of the trainable parameters, by name; views of the module's own where they live whole."""
         return self._engine.weights()
 
+    @property
+    def travelling(self) -> frozenset[str]:
+        """Names of the parameters and float buffers that are sent; the others stay with the client."""
+        return frozenset(slot.name for slot in self._engine.layout.slots)
+
     def add_to_gradients(self, terms: Mapping[str, Tensor]) -> None:
         """Add whole terms, by parameter name, to the gradients; call it in ``on_before_optimizer_step``."""
         self._engine.add_to_gradients(terms)

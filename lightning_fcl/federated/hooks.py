@@ -72,9 +72,18 @@ def with_module_callbacks(callbacks: list[Any], module: L.LightningModule) -> li
 
     Returns:
         A new list.
+
+    Raises:
+        MisconfigurationError: If one of the module's has a part on the server, which is fixed before a module is known.
     """
     own = module.configure_callbacks()
     added = list(own) if isinstance(own, Sequence) else [own]
+    for callback in added:
+        if getattr(callback, "server_rules", list)():
+            raise MisconfigurationError(
+                f"`configure_callbacks` must not return {_name(callback)}, which has a part on the server. Pass it to "
+                "FederatedTrainer as one of `callbacks`."
+            )
     return [c for c in callbacks if type(c) not in {type(a) for a in added}] + added
 
 

@@ -333,7 +333,7 @@ def warn_failures(outcomes: Iterable[Outcome], global_round: int) -> None:
 
 
 def _update_of(info: JobInfo, tensors: Params, **options: Any) -> ClientUpdate:
-    origin = {"client": info.client, "task": info.task, "round": info.round}
+    origin: dict[str, Any] = {"client": info.client, "task": info.task, "round": info.round}
     return ClientUpdate(**origin, num_examples=float(info.num_examples), tensors=tensors, **options)
 
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from lightning_fcl.aggregators import Chain, FedAvg, Reducer, ServerStep
-from lightning_fcl.callbacks import ContinualCallback
+from lightning_fcl.callbacks import EWC, SCAFFOLD, ContinualCallback, FedCurv, FedDyn
 from lightning_fcl.exceptions import FCLError, MisconfigurationError
 from lightning_fcl.federated.uploads import Uploads
-from tests.helpers.toy import assert_same_bits, make_toy, toy_stream, toy_trainer
+from tests.helpers.quadratics import client_states, server_tree
+from tests.helpers.toy import ToyModule, assert_same_bits, make_toy, toy_stream, toy_trainer
 
 CLIENTS = 19  # more than two slabs, and not the same number on both ranks
 
@@ -175,3 +176,21 @@ def test_rules_that_a_callback_brings(tmp_path):
     with pytest.raises(MisconfigurationError, match="reducer in first place"):
         toy_trainer(tmp_path, callbacks=[Brings(), BringsToo()])
     assert issubclass(FedAvg, Reducer)
+
+
+def test_a_modules_own_callback_brings_no_rules(tmp_path):
+    class Own(ToyModule):
+        def configure_callbacks(self):
+            return [Brings()]
+
+    with pytest.raises(MisconfigurationError, match="must not return Brings, which has a part on the server"):
+        toy_trainer(tmp_path).fit(make_toy(cls=Own), toy_stream())
+
+
+@pytest.mark.parametrize("method", [SCAFFOLD(), SCAFFOLD("I"), FedDyn(0.1), FedCurv(0.01), EWC(1.0, shared=True)])
+def test_personal_parameters_take_no_part(method, tmp_path):
+    """What stays with the clients has no global value: nothing of it is sent, and no state of it is kept."""
+    toy_trainer(tmp_path, payload="net.0.*", callbacks=[method]).fit(make_toy(), toy_stream(tasks=1))
+    for tree in (server_tree(tmp_path)["downloads"], *client_states(tmp_path).values()):
+        assert "net.0.weight" in str(tree) or not tree
+        assert "net.2" not in str(tree)

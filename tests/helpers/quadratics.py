@@ -80,7 +80,8 @@ def fit(run_dir, *callbacks, curves=CURVES, targets=TARGETS, tasks=1, module=Non
 def client_states(run_dir):
     """The newest state of each client's one callback, by client id."""
     newest = {int(path.parent.name[-6:]): path for path in sorted((run_dir / "clients").glob("*/*"))}
-    return {client: next(iter(load_tree(path)["callbacks"].values())) for client, path in newest.items()}
+    trees = {client: load_tree(path).get("callbacks", {}) for client, path in newest.items()}
+    return {client: next(iter(tree.values())) for client, tree in trees.items() if tree}
 
 
 def server_tree(run_dir):
