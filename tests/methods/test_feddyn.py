@@ -50,8 +50,9 @@ def test_equals_the_papers_loop_with_partial_participation(tmp_path):
 
 def test_converges_to_the_optimum_where_fedavg_does_not(tmp_path):
     """Baselines 3.9: .8 and g_i = gradient of f_i there, (.8, -.8)."""
-    _, averaged = fit(tmp_path / "fedavg", rounds=20, local_steps=40)
-    _, module = fit(tmp_path / "feddyn", FedDyn(0.5), rounds=20, local_steps=40)
+    options = {"rounds": 20, "local_steps": 12}
+    _, averaged = fit(tmp_path / "fedavg", module=Parabola(lr=0.3), **options)
+    _, module = fit(tmp_path / "feddyn", FedDyn(0.5), module=Parabola(lr=0.3), **options)
     assert abs(averaged.weight - 0.8) > 0.1
     assert module.weight == pytest.approx(0.8, abs=2e-3)
     duals = [state["dual"]["net.weight"].item() for _, state in sorted(client_states(tmp_path / "feddyn").items())]
