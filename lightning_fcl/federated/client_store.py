@@ -56,11 +56,13 @@ class ClientStore:
         if sum(map(tree_bytes, self._changed.values())) > self.budget_bytes:
             self._write_changed()
 
-    def discard(self, client: int) -> None:
-        """Forget what a failed job may have done to the client's state in memory."""
-        self._handed_out.pop(client, None)
-        self._changed.pop(client, None)
-        self._cache.pop(client, None)
+    def discard(self, *clients: int) -> None:
+        """Take back what jobs of this round did to clients' states: they failed, or the server used nothing of them."""
+        for client in clients:
+            self._handed_out.pop(client, None)
+            self._changed.pop(client, None)
+            self._cache.pop(client, None)
+            self._written.discard(client)  # the file has no version then, and goes with the next pruning
 
     def flush(self) -> dict[int, int]:
         """Write what is left to write, and begin the next version.

@@ -84,6 +84,8 @@ class RoundRunner:
             outcomes[outcome.client] = outcome
             for update in updates:
                 self._receive(update, guard, outcomes, outcome)
+            if updates and not outcome.accepted:
+                self.jobs.store.discard(outcome.client)
             self.on_event("on_client_end")
             if outcome.raised:
                 break

@@ -187,8 +187,8 @@ class Run:
         state.metrics["round/clients"] = float(len(state.completed))
         self._server_event("on_before_aggregate")
         if len(state.completed) < quorum(trainer.min_completed, len(state.sampled)):
-            state.completed = []
-            state.empty_rounds += 1
+            self.store.discard(*state.completed)
+            state.completed, state.empty_rounds = [], state.empty_rounds + 1
             if state.empty_rounds >= trainer.max_empty_rounds:
                 reasons = sorted({f.reason for outcome in outcomes for f in outcome.failures})
                 self._log_failures(outcomes)

@@ -1,5 +1,7 @@
 """What callbacks upload: exact sums on any number of ranks, their bytes, their server side, and the boundary pass."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -194,3 +196,25 @@ def test_personal_parameters_take_no_part(method, tmp_path):
     for tree in (server_tree(tmp_path)["downloads"], *client_states(tmp_path).values()):
         assert "net.0.weight" in str(tree) or not tree
         assert "net.2" not in str(tree)
+
+
+class Refused(ContinualCallback):
+    """Spoils the weights of one client in one round, after its callbacks have done their work."""
+
+    def on_upload(self, trainer, pl_module, update):
+        spoilt = trainer.client == 1 and trainer.global_round == 2
+        return replace(update, num_examples=-1.0) if spoilt else update
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped")
+@pytest.mark.parametrize("quorum", [1, 4])
+@pytest.mark.parametrize("megabytes", [0, 64])
+def test_what_the_server_did_not_use_leaves_no_trace_in_the_clients(megabytes, quorum, tmp_path):
+    """After a refused update, and after a round below the quorum, the server's variate is still the mean of all."""
+    options = {"rounds": 5, "clients_per_round": 4, "min_completed": quorum, "client_state_mb": megabytes}
+    toy_trainer(tmp_path, callbacks=[SCAFFOLD(), Refused()], **options).fit(make_toy(), toy_stream(tasks=1))
+    served = next(iter(server_tree(tmp_path)["downloads"].values()))
+    states = [state["variate"] for state in client_states(tmp_path).values()]
+    assert len(states) == 4
+    for name, value in served.items():
+        torch.testing.assert_close(value, sum(state[name] for state in states) / 4, rtol=1e-4, atol=1e-6)
