@@ -1,19 +1,159 @@
 """EWC: slow down the weights that mattered for earlier tasks."""
 
+import math
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from itertools import islice
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import lightning as L
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_fcl._checks import check_strength
 from lightning_fcl.aggregators.base import RoundStats
-from lightning_fcl.callbacks.gradients import check_federated
-from lightning_fcl.callbacks.quadratic_memory import QuadraticMemory, Tree
-from lightning_fcl.functional.ewc import ewc_penalty_grad
+from lightning_fcl.callbacks.base import ContinualCallback
+from lightning_fcl.callbacks.gradients import add_penalty, check_federated, check_gradient_access, weights_of
+from lightning_fcl.callbacks.side_pass import as_in_training
+from lightning_fcl.exceptions import MisconfigurationError
+from lightning_fcl.functional.ewc import ewc_penalty_grad, merge_quadratics
+from lightning_fcl.functional.fisher import fisher_diagonal
 from lightning_fcl.functional.likelihood import classification_log_likelihood
 from lightning_fcl.types import MethodCard, Params
+
+Tree: TypeAlias = dict[str, Tensor]
+
+
+class QuadraticMemory(ContinualCallback):
+    """What EWC and its kin share: importances measured when a task ends, and one quadratic for all of them.
+
+    Args:
+        memory: ``"all"`` protects all earlier tasks, ``"last"`` only the one before.
+        log_likelihood: ``f(module, batch) -> Tensor [B]``, log p(y|x) per example.
+        num_samples: Measure on so many examples; ``None`` for all.
+        decay: With ``memory="all"``, what earlier importances are multiplied by at each task's end, in [0, 1].
+        shared: In a federation, whether all clients protect the mean of their importances in the place of their own.
+
+    Raises:
+        MisconfigurationError: If ``memory`` is another word or ``decay`` out of range; at setup, if the strategy hides
+            whole gradients, or with ``shared`` in a stock ``Trainer``.
+    """
+
+    upload_phase = "boundary"
+
+    def __init__(
+        self,
+        *,
+        memory: Literal["all", "last"],
+        log_likelihood: Callable[[Any, Any], Tensor],
+        num_samples: int | None,
+        decay: float = 1.0,
+        shared: bool = False,
+    ) -> None:
+        if memory not in ("all", "last"):
+            raise MisconfigurationError(f'`memory` must be "all" or "last", got {memory!r}.')
+        if not 0 <= decay <= 1:
+            raise MisconfigurationError(f"`decay` must be between 0 and 1, got {decay}. 1 forgets nothing.")
+        self.memory = memory
+        self.decay = decay
+        self.shared = shared
+        self.log_likelihood = log_likelihood
+        self.num_samples = num_samples
+        self.importance: dict[str, Tensor] = {}
+        """Fisher diagonal by parameter name, mean over samples; empty before the first task ends."""
+        self.anchor: dict[str, Tensor] = {}
+        """Where the quadratic has its minimum, by parameter name."""
+        self._measured: Tree = {}
+
+    @property
+    @abstractmethod
+    def is_on(self) -> bool:
+        """Whether there is any pull; without one nothing is measured."""
+
+    @abstractmethod
+    def pull(self, weights: Params, anchor: Params, importance: Params) -> dict[str, Tensor]:
+        """Gradient of the penalty, by parameter name; all three trees have the same names."""
+
+    def weigh(self, importance: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The importance of one task as it enters the memory; by default as measured."""
+        return importance
+
+    @override
+    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
+        check_gradient_access(trainer, type(self).__name__)
+        if self.shared:
+            check_federated(trainer, f"{type(self).__name__}(shared=True)")
+
+    @override
+    def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        device = pl_module.device
+        self.importance = {name: value.to(device) for name, value in self.importance.items()}
+        self.anchor = {name: value.to(device) for name, value in self.anchor.items()}
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self.importance and self.is_on:
+            add_penalty(trainer, pl_module, self._pull, self.importance)
+
+    def _pull(self, weights: Params) -> Params:
+        anchor, importance = ({name: tree[name] for name in weights} for tree in (self.anchor, self.importance))
+        return self.pull(weights, anchor, importance)
+
+    @override
+    def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        if not self.is_on:
+            return
+        limit = trainer.num_training_batches
+        loader = islice(trainer.train_dataloader, None if math.isinf(limit) else int(limit))
+        batches = (as_in_training(trainer, pl_module, batch) for batch in loader)
+        importance = fisher_diagonal(pl_module, self.log_likelihood, batches, num_samples=self.num_samples)
+        if isinstance(trainer, L.Trainer) and trainer.world_size > 1:
+            # Each rank measured its own share; DistributedSampler makes the shares equal.
+            importance = {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in importance.items()}
+        importance = self.weigh(importance)
+        anchor = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
+        if self.shared:
+            travelling = trainer.travelling
+            self._measured = _joined(*({n: tree[n] for n in tree if n in travelling} for tree in (importance, anchor)))
+        else:
+            self.importance, self.anchor = self._remember((self.importance, self.anchor), (importance, anchor))
+
+    def _remember(self, old: tuple[Tree, Tree], new: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """Importance and anchor after a task, from those before it and those that it alone would leave."""
+        if self.memory == "last":
+            return new
+        faded = {name: self.decay * value for name, value in old[0].items()}
+        names = faded.keys() & new[0].keys()
+        both = (faded, old[1]), new
+        before, after = (({n: f[n] for n in names}, {n: a[n] for n in names}) for f, a in both)
+        importance, anchor, _ = merge_quadratics(before, after)
+        return {**faded, **new[0], **importance}, {**old[1], **new[1], **anchor}
+
+    @override
+    def upload(self, trainer: Any) -> Tree:
+        return self._measured
+
+    @override
+    def serve(self, merged: Tree, previous: Tree, stats: RoundStats) -> Tree:
+        return _joined(*self._remember(_parted(previous), _parted(merged)))
+
+    @override
+    def download(self, merged: Tree) -> None:
+        self.importance, self.anchor = _parted(merged)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        own = self.importance and not self.shared  # what all share is the server's
+        return {"importance": self.importance, "anchor": self.anchor} if own else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.importance = dict(state_dict.get("importance", {}))
+        self.anchor = dict(state_dict.get("anchor", {}))
+        self._measured = {}
 
 
 class EWC(QuadraticMemory):
@@ -62,8 +202,6 @@ class EWC(QuadraticMemory):
         neutral={"strength": 0.0},
     )
 
-    upload_phase = "boundary"
-
     def __init__(
         self,
         strength: float = 10.0,
@@ -74,11 +212,11 @@ class EWC(QuadraticMemory):
         log_likelihood: Callable[[Any, Any], Tensor] = classification_log_likelihood,
         num_samples: int | None = None,
     ) -> None:
-        super().__init__(memory=memory, decay=decay, log_likelihood=log_likelihood, num_samples=num_samples)
+        super().__init__(
+            memory=memory, log_likelihood=log_likelihood, num_samples=num_samples, decay=decay, shared=shared
+        )
         check_strength(strength)
         self.strength = strength
-        self.shared = shared
-        self._measured: Tree = {}
 
     @property
     @override
@@ -95,49 +233,14 @@ class EWC(QuadraticMemory):
     def pull(self, weights: Params, anchor: Params, importance: Params) -> dict[str, Tensor]:
         return ewc_penalty_grad(weights, anchor, importance, self.strength)
 
-    @override
-    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if self.shared:
-            check_federated(trainer, "EWC(shared=True)")
 
-    @override
-    def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        if not self.shared:
-            super().on_task_end(trainer, pl_module)
-        elif self.is_on:
-            trees = self.measure(trainer, pl_module)
-            self._measured = _joined(*({n: tree[n] for n in tree if n in trainer.travelling} for tree in trees))
-
-    @override
-    def upload(self, trainer: Any) -> dict[str, Tensor]:
-        return self._measured
-
-    @override
-    def serve(self, merged: dict[str, Tensor], previous: dict[str, Tensor], stats: RoundStats) -> dict[str, Tensor]:
-        return _joined(*self.remember(_parted(previous), _parted(merged)))
-
-    @override
-    def download(self, merged: dict[str, Tensor]) -> None:
-        self.importance, self.anchor = _parted(merged)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.shared else super().state_dict()  # what all share is the server's
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._measured = {}
-
-
-def _joined(importance: Params, anchor: Params) -> dict[str, Tensor]:
+def _joined(importance: Tree, anchor: Tree) -> Tree:
     """Both trees as one, so that they can travel."""
     parts = {"importance/": importance, "anchor/": anchor}
     return {kind + name: value for kind, tree in parts.items() for name, value in tree.items()}
 
 
-def _parted(tree: Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _parted(tree: Tree) -> tuple[Tree, Tree]:
     """Inverse of :func:`_joined`."""
     importance, anchor = (
         {name.removeprefix(kind): value for name, value in tree.items() if name.startswith(kind)}

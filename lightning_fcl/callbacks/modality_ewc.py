@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from lightning_fcl._checks import check_strength
 from lightning_fcl._match import NameRule
+from lightning_fcl.callbacks.ewc import QuadraticMemory
 from lightning_fcl.callbacks.modality_groups import MODALITIES, parameter_groups
-from lightning_fcl.callbacks.quadratic_memory import QuadraticMemory
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.likelihood import classification_log_likelihood
 from lightning_fcl.functional.modality_ewc import grouped_ewc_penalty_grad, normalise_importance
