@@ -1,5 +1,8 @@
 """Closed-form squares: the loop's numbers for every layer, every way to use it, and no others where it cannot know."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -253,3 +256,15 @@ def test_a_transformer_with_padded_inputs(trainable):
     ids[1, 4:] = 0
     loop = assert_same(transformer(trainable), ids, of_tokens, methods=["closed_form"])
     assert any("lora_A" in name for name in loop) == (trainable == "lora")
+
+
+def test_the_bench_finds_it_faster_and_the_same(tmp_path):
+    """In short; the figures that count are measured on a quiet machine."""
+    path = Path(__file__).resolve().parents[2] / "recipes" / "bench" / "fisher.py"
+    spec = importlib.util.spec_from_file_location("bench_fisher", path)
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    (row,) = bench.main(case="lenet", pairs=1, samples=64, out=tmp_path / "fisher.json")["rows"]
+    assert row["ratio_cpu"] > 1
+    assert row["error"] < 1e-6
+    assert (tmp_path / "fisher.json").is_file()

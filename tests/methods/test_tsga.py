@@ -1,7 +1,9 @@
 """TSGA: the paper's arithmetic by hand, laws of the filter, and the round that uses it."""
 
 import csv
+import importlib.util
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,3 +230,14 @@ def test_a_part_that_does_not_exist():
 def test_bad_input(updates, examples, message):
     with pytest.raises(ValueError, match=message):
         tsga(updates, examples)
+
+
+def test_the_study_of_the_threshold_runs(tmp_path):
+    """Three clients, one reversed: found out at a cosine of 0.5, whatever the seed."""
+    path = Path(__file__).resolve().parents[2] / "recipes" / "bench" / "similarity.py"
+    spec = importlib.util.spec_from_file_location("bench_similarity", path)
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    report = bench.main(clients=(3,), cosines=(0.5,), rounds=5, seeds=1, out=tmp_path / "out.json")
+    summary = report["runs"][0]["summary"]
+    assert (summary["honest kept at 0.5"], summary["reversed kept at auto"]) == (1.0, 0.0)
