@@ -89,7 +89,7 @@ def main(
             print(json.dumps(examine(model, processor, words, 256)), flush=True)
             saved = time.monotonic()
     scores = examine(model, processor, words, exam)
-    model.half().save_pretrained(out)
+    model.to(torch.float16).save_pretrained(out)
     processor.save_pretrained(out)
     (out / "skills.json").write_text(json.dumps({"steps": step, "accuracy": scores}, indent=1) + "\n")
     print(json.dumps(scores), out, sep="\n")

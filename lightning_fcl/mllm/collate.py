@@ -47,8 +47,11 @@ class InstructionCollator:
         batch["labels"] = torch.full_like(batch["input_ids"], IGNORED)
         for number, (text, spans) in enumerate(rendered):
             self._label(batch, number, text, spans)
-        lists = {"prompts": question_of, "answers": answer_of, "metrics": lambda row: row.get("metric", "exact")}
-        return batch | {name: [rule(row) for row in rows] for name, rule in lists.items()}
+        return batch | {
+            "prompts": [question_of(row) for row in rows],
+            "answers": [answer_of(row) for row in rows],
+            "metrics": [row.get("metric", "exact") for row in rows],
+        }
 
     def prompts(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The first question of each row, up to where the model is to answer; padded on the left."""
