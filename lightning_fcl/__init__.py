@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from lightning_fcl.mixins import LossTermsMixin as LossTermsMixin
     from lightning_fcl.mixins import LwF as LwF
     from lightning_fcl.mixins import SubspaceRoutingMixin as SubspaceRoutingMixin
+    from lightning_fcl.mllm import MultimodalInstructionModule as MultimodalInstructionModule
     from lightning_fcl.reports import RunReport as RunReport
 
 # Names are looked up on first use, so that the command line can print its help without importing torch.
@@ -90,6 +91,7 @@ _HOMES = {
     "LwF": "mixins",
     "MOON": "mixins",
     "ModalityEWC": "callbacks",
+    "MultimodalInstructionModule": "mllm",
     "OLoRA": "callbacks",
     "PartitionPlan": "data",
     "RoundEarlyStopping": "callbacks",

@@ -66,7 +66,7 @@ def main(
     torch.manual_seed(seed)
     tokenizer, words = vocabulary()
     processor = make_processor(tokenizer)
-    model = LlavaForConditionalGeneration(make_config(tokenizer, width=width, layers=layers))
+    model: Any = LlavaForConditionalGeneration(make_config(tokenizer, width=width, layers=layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
     checkpoint = out.with_name(f"{out.name}.checkpoint")
     step, spent = resume(checkpoint, model, optimizer) if checkpoint.exists() else (0, 0.0)

@@ -5,3 +5,4 @@ from lightning_fcl.mllm.likelihood import answer_log_likelihood as answer_log_li
 from lightning_fcl.mllm.lora import LoRA as LoRA
 from lightning_fcl.mllm.module import MultimodalInstructionModule as MultimodalInstructionModule
 from lightning_fcl.mllm.processor import load_processor as load_processor
+from lightning_fcl.mllm.questions import QuestionEmbeddings as QuestionEmbeddings

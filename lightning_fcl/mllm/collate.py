@@ -19,7 +19,8 @@ class InstructionCollator:
 
     A batch is a dict: what the processor gives (``input_ids`` and ``attention_mask`` ``(B, L)``, ``pixel_values`` and
     whatever else the model reads), ``labels`` ``(B, L)``, equal to ``input_ids`` in answers with their closing token
-    and ``-100`` elsewhere, and lists of length B: ``prompts`` (questions as text), ``answers`` and ``metrics``.
+    and ``-100`` elsewhere, and lists of length B: ``prompts`` (questions as text), ``answers``, ``metrics`` and the
+    ``rows`` themselves.
 
     Args:
         processor: As :func:`~lightning_fcl.mllm.load_processor` gives it.
@@ -47,8 +48,12 @@ class InstructionCollator:
         batch["labels"] = torch.full_like(batch["input_ids"], IGNORED)
         for number, (text, spans) in enumerate(rendered):
             self._label(batch, number, text, spans)
-        lists = {"prompts": question_of, "answers": answer_of, "metrics": lambda row: row.get("metric", "exact")}
-        return batch | {name: [rule(row) for row in rows] for name, rule in lists.items()}
+        return batch | {
+            "prompts": [question_of(row) for row in rows],
+            "answers": [answer_of(row) for row in rows],
+            "metrics": [row.get("metric", "exact") for row in rows],
+            "rows": list(rows),
+        }
 
     def prompts(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The first question of each row, up to where the model is to answer; padded on the left."""

@@ -122,8 +122,8 @@ class MultimodalInstructionModule(L.LightningModule):
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Make tensors of a list of rows; the rows stay at hand as ``rows``."""
-        return self._cast(self.collator(batch)) | {"rows": batch} if isinstance(batch, list) else self._cast(batch)
+        """Make tensors of a list of rows."""
+        return self._cast(self.collator(batch) if isinstance(batch, list) else batch)
 
     def _cast(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Pixels in the dtype of the frozen weights."""

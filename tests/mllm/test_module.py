@@ -61,7 +61,7 @@ def test_the_loss_is_the_mean_over_the_answers_tokens():
 def test_trainer_fit_learns_and_validates(collate):
     module = make(gradient_checkpointing=True, lr=0.05)
     rows = InstructionDataset([ROWS[0]] * 4)
-    loader = DataLoader(rows, batch_size=2, collate_fn=collate or (lambda rows: module.collator(rows) | {"rows": rows}))
+    loader = DataLoader(rows, batch_size=2, collate_fn=collate or module.collator)
     trainer = L.Trainer(
         max_epochs=6,
         accelerator="cpu",
