@@ -11,4 +11,5 @@ from lightning_fcl.mixins.fedntd import FedNTD as FedNTD
 from lightning_fcl.mixins.flwf2t import FLwF2T as FLwF2T
 from lightning_fcl.mixins.lwf import LwF as LwF
 from lightning_fcl.mixins.moon import MOON as MOON
+from lightning_fcl.mixins.multimodal_forward import MultimodalForwardMixin as MultimodalForwardMixin
 from lightning_fcl.mixins.subspace_routing import SubspaceRoutingMixin as SubspaceRoutingMixin
