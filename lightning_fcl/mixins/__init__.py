@@ -1,5 +1,6 @@
 """Methods that need logits, features or extra layers: mixins that stand left of the user's LightningModule."""
 
+import lightning_fcl.callbacks  # noqa: F401  (first: it imports models, whose presets are made of mixins)
 from lightning_fcl.mixins.base import LossTermsMixin as LossTermsMixin
 from lightning_fcl.mixins.base import StepOutputs as StepOutputs
 from lightning_fcl.mixins.dual_branch import DualBranchMixin as DualBranchMixin
