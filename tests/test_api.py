@@ -18,6 +18,7 @@ HOUSE = ROOT / "lightning_fcl"
 STDLIB = sys.stdlib_module_names
 NOBODYS_INVENTION = {  # arithmetic and interfaces, without a paper behind them
     "lightning_fcl.aggregators.base",
+    "lightning_fcl.aggregators.router",
     "lightning_fcl.aggregators.rows",
     "lightning_fcl.functional.distances",
     "lightning_fcl.functional.expand",

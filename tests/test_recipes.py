@@ -83,7 +83,7 @@ def test_unknown_method_is_one_line_that_names_the_known_ones(command):
 @pytest.mark.parametrize("name", RECIPES)
 def test_missing_data_are_one_line_that_names_the_folder(command):
     error = command("--data-dir", "nowhere", "--smoke")
-    assert error.startswith("error: `path` must hold ")
+    assert error.startswith(("error: `path` must hold ", "error: `data_dir` must hold "))
     assert "'nowhere'" in error
     assert "\n" not in error
 

@@ -75,7 +75,7 @@ def drawn_instructions(task: str, size: int, *, part: Part = "train", seed: int 
         >>> row["question"]
         'Three of four figures are alike. Which corner is not?\nReply A, B, C or D.'
         >>> row["conversations"][1]
-        {'from': 'gpt', 'value': 'D'}
+        {'from': 'gpt', 'value': 'C'}
     """
     if task not in DRAWN_TASKS:
         raise ValueError(f"`task` must be one of {', '.join(DRAWN_TASKS)}, got {task!r}.")

