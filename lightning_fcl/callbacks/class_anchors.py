@@ -103,6 +103,8 @@ class ClassAnchors(ServerCallback):
     def on_fit_start(self, trainer: "FederatedTrainer", pl_module: L.LightningModule) -> None:
         assert trainer.stream is not None
         self._known = {}
+        if trainer.state.global_round == 0:  # else a resumed run goes on with what its commit holds
+            self._last = None
         self._sample, _ = inputs_and_targets(next(iter(trainer.stream.eval_loader(0))))
         if type(pl_module).forward is L.LightningModule.forward:
             raise MisconfigurationError(

@@ -37,16 +37,19 @@ class PersonalEvaluation(L.Callback):
         with modes_kept(pl_module, training=False), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for name, branch in branches.items():
                 with branch():
-                    share, count = _accuracy(pl_module, stream.client_eval_loader(trainer.task, trainer.client))
+                    share, count = _accuracy(
+                        trainer, pl_module, stream.client_eval_loader(trainer.task, trainer.client)
+                    )
                 if count:
                     pl_module.log(name, share, batch_size=1)
 
 
-def _accuracy(module: L.LightningModule, loader: Any) -> tuple[float, int]:
+def _accuracy(trainer: Any, module: L.LightningModule, loader: Any) -> tuple[float, int]:
     _, head = find_head(module, getattr(module, "feature_module", None))
     right = count = 0
     with outputs_of(head) as seen:
         for batch in loader:
+            batch = trainer.precision_plugin.convert_input(batch)
             inputs, targets = inputs_and_targets(module.transfer_batch_to_device(batch, module.device, 0))
             call(module, inputs)
             right += int((seen[-1].argmax(dim=1) == targets).sum())

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_fcl._heads import find_head, replaced_output
-from lightning_fcl.callbacks.class_anchors import ClassAnchors, unpack_anchors
+from lightning_fcl.callbacks.class_anchors import unpack_anchors
 from lightning_fcl.data.balanced import BalancedBatches
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.class_anchors import AnchorSet
@@ -98,8 +98,20 @@ class DualBranchMixin(LossTermsMixin):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        if self.dual_local_branch:
+            self._check_optimizers()
         if self.dual_balanced or self.dual_local_branch:
             self._job = _Job(self, self.trainer)
+
+    def _check_optimizers(self) -> None:
+        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        stepped = {id(p) for group in groups for p in group["params"]}
+        own = {id(p) for p in self.dual_local_head.parameters() if p.requires_grad}
+        if not getattr(self.trainer, "sharded", False) and not own <= stepped:
+            raise MisconfigurationError(
+                "`configure_optimizers` must cover the local head, `self.dual_local_head`, which no optimizer holds. "
+                "Give it `self.parameters()`."
+            )
 
     @override
     def on_train_end(self) -> None:
@@ -115,6 +127,9 @@ class DualBranchMixin(LossTermsMixin):
         with self._global_batch(self._job, batch) as balanced:
             first = step(balanced, *rest)
         if not self.dual_local_branch:
+            if self.dual_balanced and _tracking(self):
+                with torch.no_grad(), _silent(self):
+                    step(batch, *rest)  # for the running statistics alone
             return first
         with self.local_branch(), _silent(self):
             second = step(batch, *rest)
@@ -146,7 +161,8 @@ class _Job:
     def __init__(self, module: DualBranchMixin, trainer: Any) -> None:
         head = module.get_submodule(str(module.feature_module))
         weight = next(head.parameters())
-        message = getattr(trainer, "broadcast", {}).get(ClassAnchors.__qualname__)
+        broadcasts = getattr(trainer, "broadcast", {}).values()
+        message = next((sent for sent in broadcasts if {"inputs", "targets", "quality"} <= sent.keys()), None)
         anchors = module.anchors if message is None else unpack_anchors(message, weight.device, weight.dtype)
         # Seeded by torch's seed of this job (and rank), but drawn apart: the module's own draws stay what they were.
         generator = torch.Generator().manual_seed((torch.initial_seed() + trainer.global_rank) % 2**63)
@@ -198,10 +214,14 @@ def _silent(module: nn.Module) -> Iterator[None]:
             object.__setattr__(module, "log", own)
 
 
+def _tracking(module: nn.Module) -> list[_BatchNorm]:
+    return [child for child in module.modules() if isinstance(child, _BatchNorm) and child.track_running_stats]
+
+
 @contextmanager
 def _frozen_statistics(module: nn.Module) -> Iterator[None]:
     """Inside, BatchNorm normalises by its batch and leaves its running statistics alone."""
-    layers = [child for child in module.modules() if isinstance(child, _BatchNorm) and child.track_running_stats]
+    layers = _tracking(module)
     for layer in layers:
         layer.track_running_stats = False
     try:

@@ -125,12 +125,13 @@ def test_batch_norm_remembers_real_data_only():
     data = toy_data(8)
     anchors = AnchorSet(torch.full((3, 6), 100.0), torch.arange(3), torch.ones(3), 1.0)
     states = []
-    for cls in (ToyModule, Dual):
-        module = make_toy(cls=cls, batch_norm=True, lr=0.0)
+    for cls, options in ((ToyModule, {}), (Dual, {}), (Dual, {"dual_local_branch": False})):
+        module = make_toy(cls=cls, batch_norm=True, lr=0.0, **options)
         module.anchors = anchors
         step_once(module, data, batch_size=8)
         states.append({name: t for name, t in state_of(module).items() if "running" in name or "num_batches" in name})
-    assert_same_bits(*states)
+    assert_same_bits(states[0], states[1])
+    assert_same_bits(states[0], states[2])
     assert states[0]["net.1.num_batches_tracked"] == 1
 
 

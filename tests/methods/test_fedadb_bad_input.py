@@ -59,6 +59,15 @@ def test_arguments_are_checked_at_construction(cls, options, text):
         cls(**options)
 
 
+def test_a_local_head_that_nobody_trains_is_refused(tmp_path):
+    class Named(Dual):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    with pytest.raises(MisconfigurationError, match="`configure_optimizers` must cover the local head"):
+        run(tmp_path, make_toy(cls=Named), measure_baseline=False)
+
+
 def test_no_local_head_to_switch_to():
     with (
         pytest.raises(MisconfigurationError, match="`dual_local_branch` must be True"),
