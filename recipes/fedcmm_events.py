@@ -73,7 +73,7 @@ def main(
     data_dir: Path | None = None,
     smoke: bool = False,
     rounds: int = 12,
-    lr: float = 1.5e-3,
+    lr: float = 1e-3,
 ) -> dict[str, dict[str, Any]]:
     """Train, report and compare.
 
@@ -94,31 +94,30 @@ def main(
     names, settings = TABLES[table]
     chosen = names if method == "all" else chosen_methods(method, METHODS)
     folder = real_data(data_dir, "mediaeval_events")
-    posts = drawn_events(*((12, 6) if smoke else (120, 40))) if folder is None else load_event_folder(folder)
+    posts = drawn_events(*((24, 8) if smoke else (120, 40))) if folder is None else load_event_folder(folder)
     reports, figures = [], {}
     for one, (alpha, lag, note), name in product(range(seed, seed + seeds), settings, chosen):
         shares = LabelDirichlet(alpha, min_examples=1)
         stream = event_stream(posts, clients=3 if smoke else 10, partition=shares, batch_size=8, seed=one, lag=lag)
         stream = stream.joint() if name == "joint" else stream.pooled() if name == "fine-tuning" else stream
         L.seed_everything(one, verbose=False)
-        module = EventClassifier(make_net(folder is None, 60 if smoke else 600), lr=lr)
+        module = EventClassifier(make_net(folder is None, 200 if smoke else 600), lr=lr)
         run_dir = out / f"{name}-alpha{alpha}-lag{lag}-seed{one}"
         trainer = make_trainer(name, note, 2 if smoke else 5, 3 if smoke else rounds, run_dir=run_dir, seed=one)
         reports.append(report := trainer.fit(module, stream, ckpt_path="auto"))
         figures[run_dir.name] = {**event_figures(report), **on_new_pictures(trainer, module, posts)}
         save_figures(report, figures[run_dir.name])
     lines = (f"{name}: " + ", ".join(f"{key} {x:.3g}" for key, x in more.items()) for name, more in figures.items())
-    pages = (f"report: {report.run_dir / 'report.html'}" for report in reports)
-    rank_zero_only(print)(compare(reports, FEDCMM[table]), *lines, *pages, sep="\n")
+    lines = [*lines, *(f"report: {report.run_dir / 'report.html'}" for report in reports)]
+    rank_zero_only(print)(compare(reports, FEDCMM[table]), *lines, sep="\n")
     return {report.run_dir.name: {**report.summary, **figures[report.run_dir.name]} for report in reports}
 
 
 def make_net(drawn: bool, posts: int) -> TwoTower:
     """A new network; for drawn posts one that has learned to see and to read, from so many posts of no event."""
-    if not drawn:
-        return TwoTower(image_size=32, vocabulary=4096, rank=0)
-    net = TwoTower()
-    pretrain_towers(net, cue_posts(posts))
+    net = TwoTower() if drawn else TwoTower(image_size=32, vocabulary=4096, rank=0)
+    if drawn:
+        pretrain_towers(net, cue_posts(posts))
     return net
 
 
@@ -134,9 +133,7 @@ def make_trainer(name: str, note: str, sampled: int, rounds: int, **options: Any
         lr_factor=lambda task, round: 0.5 * (1 + math.cos(math.pi * round / rounds)) + 0.02,
         measure_baseline=False,  # the paper's FWT has none
         eval_every=1,
-        accelerator="cpu",
-        devices=1,
-        **options,
+        **{"accelerator": "cpu", "devices": 1, **options},
     )
 
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOOLS = {"train_tiny_llava"}  # it compares no methods
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.py")) if path.stem not in TOOLS}
 MOST_LINES = 150
+DATA = Path(os.environ.get("FCL_DATA", "nowhere"))
 COMMON = ("out", "seed", "method", "data_dir", "smoke")
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -223,6 +224,45 @@ def test_fedadb_gives_missing_classes_a_voice(load, tmp_path):
     """Clients with few classes: in the same rounds its accuracy is far above FedAvg's."""
     figures = load("fedadb_images").main(out=tmp_path, size=16, rounds=12, epochs=5)
     assert figures["fedadb-seed0"]["final"] > figures["fedavg-seed0"]["final"] + 0.1
+
+
+# -- fedcmm_events ----------------------------------------------------------------------------------------------------
+
+
+def test_events_are_learned_by_methods_and_bounds(load, tmp_path, capsys):
+    figures = load("fedcmm_events").main(out=tmp_path, smoke=True, method=["joint", "fine-tuning", "fedcmm"])
+    folders = [
+        f"{name}-alpha{alpha}-lag0.0-seed0" for alpha in (0.5, 0.1) for name in ("joint", "fine-tuning", "fedcmm")
+    ]
+    assert list(figures) == folders
+    assert figures[folders[0]]["acc"] > 0.3  # chance is 0.14
+    assert RunReport.load(tmp_path / folders[0]).accuracy.shape == (1, 3)
+    printed = capsys.readouterr().out
+    assert "FedCMM, alpha 0.1 (paper)" in printed
+    assert "theirs, on other data (PHEME" in printed
+    assert printed.endswith(f"report: {tmp_path / folders[-1] / 'report.html'}\n")
+    saved = json.loads((tmp_path / folders[1] / "figures.json").read_text())
+    assert saved["drift vision"] > 0
+    assert saved["drift language weighted"] > 0
+    assert saved["rounds to 75"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", [2, 3, 4, 5])
+def test_all_tables_of_fedcmm(load, tmp_path, table):
+    recipe = load("fedcmm_events")
+    figures = recipe.main(out=tmp_path, smoke=True, table=table)
+    methods, settings = recipe.TABLES[table]
+    assert len(figures) == len(methods) * len(settings)
+    reports = [RunReport.load(tmp_path / name) for name in figures]
+    assert {report.method for report in reports} == set(recipe.FEDCMM[table].rows)
+
+
+@pytest.mark.skipif("FCL_DATA" not in os.environ, reason="set FCL_DATA to a folder that holds mediaeval_events")
+def test_real_posts_are_also_scored_on_new_pictures(load, tmp_path):
+    folder = DATA / "mediaeval_events"
+    figures = load("fedcmm_events").main(out=tmp_path, smoke=True, method="fedavg", data_dir=folder)
+    assert all(0 <= run["new pictures"] <= 1 for run in figures.values())
 
 
 # -- add_to_lightning -------------------------------------------------------------------------------------------------
