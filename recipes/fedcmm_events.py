@@ -33,7 +33,7 @@ def fedcmm(ewc: str = "per_group", replay: bool = True, tsga: bool = True, **str
     """The three parts, or some of them; strengths by modality."""
     strengths = {"vision": 0.03, "language": 0.03, "projector": 0.03, **strength}
     options: Options = {"normalise": ewc, "log_likelihood": event_log_likelihood}
-    parts = [ModalityEWC(strengths, **options)] if ewc else []
+    parts: list[L.Callback] = [ModalityEWC(strengths, **options)] if ewc else []
     parts += [EmbeddingReplay(lr=3e-3, fit_batch_size=8)] if replay else []
     return {"callbacks": parts, **({"aggregator": TSGA(0.5)} if tsga else {})}
 

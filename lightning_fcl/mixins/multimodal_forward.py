@@ -37,7 +37,7 @@ class MultimodalForwardMixin(EmbeddingForwardMixin):
         Raises:
             MisconfigurationError: If there is none with the methods that it takes.
         """
-        model = getattr(self, self.model_name, None)
+        model: Any = getattr(self, self.model_name, None)
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper
         if not (hasattr(inner, "get_image_features") and hasattr(inner, "get_input_embeddings")):
             raise MisconfigurationError(

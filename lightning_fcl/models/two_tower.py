@@ -139,7 +139,7 @@ def pretrain_towers(net: TwoTower, posts: TensorDataset, *, epochs: int = 6, lr:
                 triples = zip(heads, embeddings, cues, strict=True)
                 loss = torch.stack([F.cross_entropy(head(one), cue[rows]) for head, one, cue in triples]).sum()
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 total += float(loss.detach()) * len(rows) / len(tokens)
     for p in net.parameters():

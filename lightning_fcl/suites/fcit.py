@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_fcl.aggregators import Chain, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, MLoRA, SubspaceRouter
 from lightning_fcl.callbacks import EWC, OLoRA, SaveSubspaces
 from lightning_fcl.federated.describe import describe
 from lightning_fcl.federated.session import settings_of
 from lightning_fcl.mixins import SubspaceRoutingMixin
+from lightning_fcl.mllm.likelihood import answer_log_likelihood
 from lightning_fcl.mllm.lora import FEED_FORWARD, PROJECTOR
-from lightning_fcl.mllm.module import MultimodalInstructionModule, model_inputs
+from lightning_fcl.mllm.module import MultimodalInstructionModule
 from lightning_fcl.models import add_experts, add_subspaces, subspace_layers
 from lightning_fcl.reports import RunReport
 
@@ -109,14 +108,6 @@ def fcit_rules(
         chain = Chain(SubspaceRouter(threshold, shared=shared), FedAvg(), *steps)
         return {"aggregator": chain, "server_callbacks": SaveSubspaces()}
     return {}
-
-
-def answer_log_likelihood(module: MultimodalInstructionModule, batch: Mapping[str, Any]) -> Tensor:
-    """Log-likelihood of each example's answer, shape ``[B]``: the sum over its tokens."""
-    labels: Tensor = batch["labels"][:, 1:]
-    logits = module.model(**model_inputs(batch)).logits[:, :-1].transpose(1, 2)
-    losses = F.cross_entropy(logits, labels.clamp_min(0), reduction="none")
-    return -(losses * (labels >= 0)).sum(1)
 
 
 def zero_shot(trainer: "FederatedTrainer", module: RoutedInstructionModule, stream: "TaskStream") -> RunReport:
