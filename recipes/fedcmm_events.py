@@ -107,8 +107,8 @@ def main(
         reports.append(report := trainer.fit(module, stream, ckpt_path="auto"))
         figures[run_dir.name] = {**event_figures(report), **on_new_pictures(trainer, module, posts)}
         save_figures(report, figures[run_dir.name])
-    lines = (f"{name}: " + ", ".join(f"{key} {x:.3g}" for key, x in more.items()) for name, more in figures.items())
-    lines = [*lines, *(f"report: {report.run_dir / 'report.html'}" for report in reports)]
+    more = (f"{name}: " + ", ".join(f"{key} {x:.3g}" for key, x in own.items()) for name, own in figures.items())
+    lines = [*more, *(f"report: {report.run_dir / 'report.html'}" for report in reports)]
     rank_zero_only(print)(compare(reports, FEDCMM[table]), *lines, sep="\n")
     return {report.run_dir.name: {**report.summary, **figures[report.run_dir.name]} for report in reports}
 

@@ -12,7 +12,9 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import auto_cli
 
@@ -41,7 +43,8 @@ def main(
         out: File for the figures.
     """
     names = methods or [name for name, make in METHODS.items() if make().data == "federated" and name != BASE]
-    runs, versions = [], {}
+    runs: list[dict[str, Any]] = []
+    versions: Mapping[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         measure(BASE, Path(folder) / "warm-up")
         for name in names:
