@@ -64,7 +64,17 @@ SUITES: dict[str, Suite] = {
             local_epochs=5,
             lr_decay=0.99,
             # of one task
-            leave_out=("Fine-tuning", "FedAvg, all data so far", "SPECIAL", "SPECIAL-C", "EWC", "SI", "GEM", "A-GEM"),
+            leave_out=(
+                "Fine-tuning",
+                "FedAvg, all data so far",
+                "SPECIAL",
+                "SPECIAL-C",
+                "EWC",
+                "SI",
+                "GEM",
+                "A-GEM",
+                "LwF",
+            ),
             published=FEDADB_SILO,
         ),
         Suite(

@@ -12,6 +12,7 @@ from lightning_fcl.data import TaskStream
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.trainer import FederatedTrainer
 from lightning_fcl.federated.zero_shot import zero_shot
+from lightning_fcl.models import ImageClassifier
 from lightning_fcl.reports import FEDADB_SILO, FEDCMM_PHEME, SPECIAL_DIGIT10, RunReport
 from lightning_fcl.suites import METHODS, SUITES, Method, Sizes, run_suite
 from lightning_fcl.suites import run as running
@@ -44,6 +45,7 @@ def test_every_method_of_the_table_can_be_made(name, tmp_path):
         run_dir=tmp_path,
     )
     assert trainer.chain.reducer is not None
+    assert isinstance(running._module(SUITES["special"], method, None), ImageClassifier)
     assert METHODS[name]().callbacks is not method.callbacks
 
 
