@@ -244,7 +244,6 @@ def test_events_are_learned_by_methods_and_bounds(load, tmp_path, capsys):
     assert printed.endswith(f"report: {tmp_path / folders[-1] / 'report.html'}\n")
     saved = json.loads((tmp_path / folders[1] / "figures.json").read_text())
     assert saved["drift vision"] > 0
-    assert saved["drift language weighted"] > 0
     assert saved["rounds to 75"] is None
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -15,11 +15,11 @@ from lightning_fcl.callbacks.base import ContinualCallback
 from lightning_fcl.callbacks.side_pass import as_in_training
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.embedding_replay import Rehearsal, balanced_counts, soft_labels
-from lightning_fcl.models.embedding_generator import EmbeddingGenerator, Mode, fit_generator, pooled
 from lightning_fcl.types import MethodCard
 
 if TYPE_CHECKING:
     from lightning_fcl.mixins.embedding_forward import EmbeddingForwardMixin
+    from lightning_fcl.models.embedding_generator import EmbeddingGenerator
 
 
 class EmbeddingReplay(ContinualCallback):
@@ -79,7 +79,7 @@ class EmbeddingReplay(ContinualCallback):
         budget: int = 100,
         memory: str = "all",
         batch_size: int | None = None,
-        mode: Mode = "cvae",
+        mode: Literal["cvae", "literal"] = "cvae",
         epochs: int = 5,
         fit_batch_size: int = 32,
         lr: float = 1e-3,
@@ -90,7 +90,7 @@ class EmbeddingReplay(ContinualCallback):
         check_strength(strength)
         if memory not in ("all", "last"):
             raise MisconfigurationError(f'`memory` must be "all" or "last", got {memory!r}.')
-        if mode not in get_args(Mode):
+        if mode not in ("cvae", "literal"):
             raise MisconfigurationError(f'`mode` must be "cvae" or "literal", got {mode!r}.')
         counts = {"budget": budget, "epochs": epochs, "fit_batch_size": fit_batch_size, "latent": latent}
         for name, count in {**counts, "batch_size": 1 if batch_size is None else batch_size}.items():
@@ -144,6 +144,8 @@ class EmbeddingReplay(ContinualCallback):
             self._buffer = self._draw(pl_module, self._rng)
 
     def _draw(self, pl_module: Any, rng: torch.Generator) -> tuple[tuple[Tensor, ...], Tensor]:
+        from lightning_fcl.models.embedding_generator import EmbeddingGenerator  # late: models import mixins, those us
+
         dtype = next(p.dtype for p in pl_module.parameters() if p.is_floating_point())
         drawn, targets = [], []
         for state, count in zip(self.generators, balanced_counts(len(self.generators), self.budget), strict=True):
@@ -207,7 +209,9 @@ class EmbeddingReplay(ContinualCallback):
 
     def _fitted(
         self, pl_module: "EmbeddingForwardMixin", found: list[tuple[Tensor, ...]], rng: torch.Generator
-    ) -> EmbeddingGenerator:
+    ) -> "EmbeddingGenerator":
+        from lightning_fcl.models.embedding_generator import EmbeddingGenerator, fit_generator, pooled
+
         labels, teacher = (torch.cat([one[part] for one in found]) for part in (0, 1))
         known, events = torch.unique(labels, return_inverse=True)
         counts = events.bincount().to(teacher.dtype)
