@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 
     torch.manual_seed(0)
     path, (tokenizer, _) = tmp_path_factory.mktemp("llava"), vocabulary()
-    transformers.LlavaForConditionalGeneration(make_config(tokenizer, width=16, layers=1)).save_pretrained(path)
+    transformers.LlavaForConditionalGeneration(make_config(tokenizer, width=32, layers=1)).save_pretrained(path)
     make_processor(tokenizer).save_pretrained(path)
     return path
 
