@@ -45,7 +45,7 @@ def main(
     rank: int = 4,
     lr: float = 5e-3,
     strength: float | None = None,
-    threshold: float | None = None,
+    threshold: float | None = 0.95,
     activation: Literal["softmax", "argmax", "cosine", "concatenation"] = "softmax",
     source: Literal["text", "image", "both"] = "text",
     train_projector: bool = False,
@@ -82,7 +82,7 @@ def main(
         rank: Rank of one subspace; methods without subspaces get it times the number of stages.
         lr: Learning rate of AdamW.
         strength: Of EWC's or O-LoRA's penalty.
-        threshold: Of DISCO's routing; by default proposed from held-out prompts of the first two tasks.
+        threshold: Of DISCO's routing; ``null`` for the proposal from held-out prompts of the first two tasks.
         activation: How DISCO weighs subspaces at evaluation.
         source: What DISCO compares.
         train_projector: Train the projector too, shared by all tasks, as the published code does.

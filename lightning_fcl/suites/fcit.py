@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from lightning_fcl.aggregators import Chain, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, MLoRA, SubspaceRouter
 from lightning_fcl.callbacks import EWC, OLoRA, SaveSubspaces
@@ -47,7 +49,20 @@ _SLICED = ("o-lora", "m-lora", "disco", *SERVER_STEPS)  # a subspace per task; t
 
 
 class RoutedInstructionModule(SubspaceRoutingMixin, MultimodalInstructionModule):
-    """Any LLaVA-like model, evaluated with its subspaces if it has some."""
+    """Any LLaVA-like model, evaluated with its subspaces if it has some.
+
+    Without an encoder, tokens are made of the language model's embeddings of the question and its format hint alone:
+    what the chat template adds is common to all tasks. The published code drops it, too.
+    """
+
+    @override
+    def _text_features(self, batch: Any) -> Tensor:
+        if self.routing_encoder is None:
+            tokens = self.processor.tokenizer(
+                batch["prompts"], padding=True, return_tensors="pt", add_special_tokens=False
+            )
+            batch = {name: tokens[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        return super()._text_features(batch)
 
 
 def fcit_module(
