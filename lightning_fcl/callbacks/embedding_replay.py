@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fcl._checks import check_strength
+from lightning_fcl._heads import modes_kept
 from lightning_fcl.callbacks.base import ContinualCallback
 from lightning_fcl.callbacks.side_pass import as_in_training
 from lightning_fcl.exceptions import MisconfigurationError
@@ -185,13 +186,8 @@ class EmbeddingReplay(ContinualCallback):
         if self.strength == 0:
             return
         rng = torch.Generator().manual_seed(torch.initial_seed())
-        modes = [(child, child.training) for child in pl_module.modules()]
-        pl_module.eval()
-        try:
+        with modes_kept(pl_module, training=False):
             generator = self._fitted(pl_module, self._examples(trainer, pl_module), rng)
-        finally:
-            for child, training in modes:
-                child.training = training
         state = {name: value.detach() for name, value in generator.state_dict().items()}
         self.generators = [*(self.generators if self.memory == "all" else ()), state]
 

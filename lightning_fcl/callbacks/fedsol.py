@@ -1,6 +1,7 @@
 """FedSOL: the task's gradient, taken where the global model's predictions are hardest to keep."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning as L
@@ -9,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fcl._checks import check_amount
+from lightning_fcl._heads import modes_kept
 from lightning_fcl.callbacks.gradients import weights_of
 from lightning_fcl.callbacks.sam import GradientElsewhere
 from lightning_fcl.callbacks.side_pass import side_gradients
@@ -93,15 +95,10 @@ class FedSOL(GradientElsewhere):
 
     @override
     def _offsets(self, trainer: Any, pl_module: L.LightningModule) -> Params:
-        modes = [(child, child.training) for child in pl_module.modules()]
-        pl_module.eval()
-        try:
-            scale = 1.0 / len(self._window)
-            loss_of = lambda batch: self._pull(pl_module, batch)  # noqa: E731
+        scale = 1.0 / len(self._window)
+        loss_of = partial(self._pull, pl_module)
+        with modes_kept(pl_module, training=False):
             gradients = side_gradients(trainer, pl_module, self._window, scale=scale, loss_of=loss_of)
-        finally:
-            for child, training in modes:
-                child.training = training
         if not self.adaptive:
             return fedsol_offset(gradients, self.radius)
         weights = {name: p.detach() for name, p in pl_module.named_parameters() if name in gradients}
