@@ -45,7 +45,7 @@ def main(
     rank: int = 4,
     lr: float = 5e-3,
     strength: float | None = None,
-    threshold: float | None = 0.95,
+    threshold: float | None = 0.9,
     activation: Literal["softmax", "argmax", "cosine", "concatenation"] = "softmax",
     source: Literal["text", "image", "both"] = "text",
     train_projector: bool = False,

@@ -17,6 +17,7 @@ from lightning_fcl.mixins import SubspaceRoutingMixin
 from lightning_fcl.mllm.likelihood import answer_log_likelihood
 from lightning_fcl.mllm.lora import FEED_FORWARD, PROJECTOR
 from lightning_fcl.mllm.module import MultimodalInstructionModule
+from lightning_fcl.mllm.questions import QuestionEmbeddings
 from lightning_fcl.models import add_experts, add_subspaces, subspace_layers
 from lightning_fcl.reports import RunReport
 
@@ -51,17 +52,14 @@ _SLICED = ("o-lora", "m-lora", "disco", *SERVER_STEPS)  # a subspace per task; t
 class RoutedInstructionModule(SubspaceRoutingMixin, MultimodalInstructionModule):
     """Any LLaVA-like model, evaluated with its subspaces if it has some.
 
-    Without an encoder, tokens are made of the language model's embeddings of the question and its format hint alone:
-    what the chat template adds is common to all tasks. The published code drops it, too.
+    Without an encoder, tokens are made by :class:`~lightning_fcl.mllm.QuestionEmbeddings` of the question and its format
+    hint alone: what the chat template adds is common to all tasks. The published code drops it, too.
     """
 
     @override
     def _text_features(self, batch: Any) -> Tensor:
         if self.routing_encoder is None:
-            tokens = self.processor.tokenizer(
-                batch["prompts"], padding=True, return_tensors="pt", add_special_tokens=False
-            )
-            batch = {name: tokens[name].to(self.device) for name in ("input_ids", "attention_mask")}
+            self.routing_encoder = QuestionEmbeddings.of(self)
         return super()._text_features(batch)
 
 
