@@ -52,8 +52,8 @@ _SLICED = ("o-lora", "m-lora", "disco", *SERVER_STEPS)  # a subspace per task; t
 class RoutedInstructionModule(SubspaceRoutingMixin, MultimodalInstructionModule):
     """Any LLaVA-like model, evaluated with its subspaces if it has some.
 
-    Without an encoder, tokens are made by :class:`~lightning_fcl.mllm.QuestionEmbeddings` of the question and its format
-    hint alone: what the chat template adds is common to all tasks. The published code drops it, too.
+    Without an encoder, tokens are made by :class:`~lightning_fcl.mllm.QuestionEmbeddings` of the question and its
+    format hint alone: what the chat template adds is common to all tasks. The published code drops it, too.
     """
 
     @override

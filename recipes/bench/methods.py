@@ -3,8 +3,8 @@
     python recipes/bench/methods.py                      # some minutes; writes docs/results/bench_methods.json
     python recipes/bench/methods.py --methods "[EWC]"
 
-Every method of the suites' table makes the same short run (the suite ``fedcmm`` with two rounds per task), each time
-beside a run of FedAvg. Compute is user CPU time of the process, so other work on the machine hardly matters; evaluation
+Every method of the suites' table makes the same short run (the suite ``fedcmm`` with two rounds per task) after one of
+FedAvg. Compute is user CPU time of the process, so other work on the machine hardly matters; evaluation
 and commits, which all methods share, are part of it. Traffic is bytes up and down. Both are ratios to FedAvg's.
 """
 
@@ -39,7 +39,7 @@ def main(
 
     Args:
         methods: Names of the suites' table; by default all that train in a federation.
-        repeats: Pairs of runs per method.
+        repeats: Runs per method.
         out: File for the figures.
     """
     names = methods or [name for name, make in METHODS.items() if make().data == "federated" and name != BASE]
@@ -47,13 +47,14 @@ def main(
     versions: Mapping[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         measure(BASE, Path(folder) / "warm-up")
-        for name in names:
-            for repeat in range(repeats):
+        for repeat in range(repeats):
+            base = measure(BASE, Path(folder) / f"{BASE} {repeat}")
+            for name in names:
                 try:
-                    (base, own) = (measure(n, Path(folder) / f"{n} {name} {repeat}") for n in (BASE, name))
+                    own = measure(name, Path(folder) / f"{name} {repeat}")
                 except FCLError as error:
                     print(f"{name}: left out, {error}")
-                    break
+                    continue
                 costs = {"compute": own[1] / base[1], "traffic": _bytes(own[0]) / _bytes(base[0])}
                 versions = own[0].versions
                 runs.append({"method": name, "seed": repeat, "wall_seconds": own[0].wall_seconds, "summary": costs})
