@@ -72,8 +72,8 @@ def run_suite(
 ) -> Comparison:
     """Run what is missing of a suite, and write ``comparison.md`` and ``comparison.html`` into ``out``.
 
-    A method that the library refuses for this suite (too few clients for Krum, say) is named on standard error and left
-    out of the table.
+    A method that the library refuses for this suite (too few clients for Krum, say), or that diverges in one of the
+    seeds, is named on standard error and left out of the table.
 
     Args:
         suite: Which.
@@ -104,9 +104,10 @@ def run_suite(
             run_dir = out / f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}-seed{seed}"
             try:
                 reports.append(_run(suite, name, stream, sizes, seed, run_dir, data_dir, options))
-            except FCLError as error:
+            except (FCLError, FloatingPointError) as error:  # refused, or diverged
                 refused.add(name)
                 rank_zero_only(print)(f"{name} was left out: {error}", file=sys.stderr)
+    reports = [report for report in reports if report.method not in refused]
     if not reports:
         raise MisconfigurationError(f"`methods` must name one that can run in {suite.name}, got {', '.join(names)}.")
     # The first run is what the others are held against: bounds, which train on other terms, come last.
