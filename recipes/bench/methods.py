@@ -3,8 +3,8 @@
     python recipes/bench/methods.py                      # some minutes; writes docs/results/bench_methods.json
     python recipes/bench/methods.py --methods "[EWC]"
 
-Every method of the suites' table makes the same short run (the suite ``fedcmm`` with two rounds per task) after one of
-FedAvg. Compute is user CPU time of the process, so other work on the machine hardly matters; evaluation
+Every method of the suites' table makes the same short run (the suite ``fedcmm`` with two rounds per task), each time
+right after one of FedAvg. Compute is user CPU time of the process, so other work on the machine hardly matters; evaluation
 and commits, which all methods share, are part of it. Traffic is bytes up and down. Both are ratios to FedAvg's.
 """
 
@@ -48,8 +48,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         measure(BASE, Path(folder) / "warm-up")
         for repeat in range(repeats):
-            base = measure(BASE, Path(folder) / f"{BASE} {repeat}")
             for name in names:
+                base = measure(BASE, Path(folder) / f"{BASE} {name} {repeat}")
                 try:
                     own = measure(name, Path(folder) / f"{name} {repeat}")
                 except FCLError as error:
