@@ -4,8 +4,8 @@
     python recipes/bench/methods.py --methods "[EWC]"
 
 Every method of the suites' table makes the same short run (the suite ``fedcmm`` with two rounds per task), each time
-right after one of FedAvg. Compute is user CPU time of the process, so other work on the machine hardly matters; evaluation
-and commits, which all methods share, are part of it. Traffic is bytes up and down. Both are ratios to FedAvg's.
+right after one of FedAvg. Compute is user CPU time of the process; evaluation and commits, which all methods share, are
+part of it. Traffic is bytes up and down. Both are ratios to FedAvg's.
 """
 
 import json
