@@ -1,4 +1,4 @@
-"""The classifier at the end of a module: where it is, what comes out of it, and how batches reach it."""
+"""The classifier at the end of a module: where it is, what comes out of it, and how to run it on the side."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -65,6 +65,20 @@ def modes_kept(module: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for child, mode in modes:
             child.training = mode
+
+
+@contextmanager
+def silent(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module.log`` does nothing."""
+    own = vars(module).get("log")
+    object.__setattr__(module, "log", lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        if own is None:
+            object.__delattr__(module, "log")
+        else:
+            object.__setattr__(module, "log", own)
 
 
 def call(module: L.LightningModule, inputs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -86,3 +87,10 @@ def write_parts(
     }
     if trainer.is_global_zero:
         (trainer.run_dir / "analyse.yaml").write_text(yaml.safe_dump(parts, sort_keys=False), encoding="utf-8")
+
+
+def library_commit() -> str:
+    """The commit of the checkout that the library runs from, ``-dirty`` if it was changed since; else ``unknown``."""
+    where = Path(__file__).parent
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=where, capture_output=True, text=True)
+    return git.stdout.strip() or "unknown"

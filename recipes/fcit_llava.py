@@ -18,9 +18,10 @@ from lightning.fabric.utilities import rank_zero_only
 from lightning_fcl import FederatedTrainer
 from lightning_fcl._recipes import chosen_methods, command_line
 from lightning_fcl.data.fcit import FCIT_PRESET, fcit_stream
+from lightning_fcl.federated.zero_shot import zero_shot
 from lightning_fcl.models.tiny_llava import TINY_LLAVA
 from lightning_fcl.reports import compare
-from lightning_fcl.suites.fcit import METHODS, TITLES, fcit_module, fcit_rules, uplink, zero_shot
+from lightning_fcl.suites.fcit import METHODS, TITLES, fcit_module, fcit_rules, uplink
 
 
 def main(

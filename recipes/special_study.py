@@ -12,12 +12,11 @@ blends or leaves alone; ``order``, the paper's order of domains (with MNIST-M wh
 
 import json
 import runpy
-import subprocess
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lightning_fcl._recipes import chosen_methods, command_line, real_data
+from lightning_fcl._recipes import chosen_methods, command_line, library_commit, real_data
 from lightning_fcl.exceptions import DatasetError
 from lightning_fcl.reports import SPECIAL_DIGIT10, RunReport, installed_versions
 from lightning_fcl.reports.files import read_table
@@ -114,14 +113,12 @@ def late_gain(run: RunReport, task: int) -> float:
 
 def results(part: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The contents of a file of docs/results."""
-    here = Path(__file__).parent
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
     theirs = [
         {"method": f"{name} (paper, other data)", "summary": dict(row)} for name, row in SPECIAL_DIGIT10.rows.items()
     ]
     return {
         "command": f"python recipes/special_study.py --data-dir DIR --method {part}",
-        "commit": git.stdout.strip() or "unknown",
+        "commit": library_commit(),
         "versions": installed_versions(),
         "columns": list(runs[0]["summary"]) if runs else [],
         "theirs": theirs if part == "study" else [],

@@ -1,12 +1,12 @@
 """FedExP: the server extrapolates along the mean update while the clients disagree."""
 
-import math
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fcl._checks import check_amount
 from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep
 from lightning_fcl.aggregators.fedavg import FedAvg
 from lightning_fcl.exceptions import MisconfigurationError
@@ -53,8 +53,7 @@ class FedExP(ServerStep):
     uses_square_norms = True
 
     def __init__(self, epsilon: float = 1e-3, *, lr_decay: float = 1.0, average: bool = True) -> None:
-        if not 0 <= epsilon < math.inf:
-            raise MisconfigurationError(f"`epsilon` must be finite and not negative, got {epsilon!r}.")
+        check_amount("epsilon", epsilon)
         if not 0 < lr_decay <= 1:
             raise MisconfigurationError(f"`lr_decay` must lie in (0, 1], got {lr_decay!r}.")
         self.epsilon = epsilon

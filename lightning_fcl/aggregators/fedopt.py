@@ -1,12 +1,12 @@
 """Server optimisers: FedAvgM, FedAdam, FedYogi and FedAdagrad take the mean update as their gradient."""
 
-import math
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fcl._checks import check_positive
 from lightning_fcl.aggregators.base import Reducer, RoundStats, ServerStep, StepSize, check_step_size, step_size
 from lightning_fcl.aggregators.fedavg import FedAvg
 from lightning_fcl.exceptions import MisconfigurationError
@@ -96,8 +96,7 @@ class _Adaptive(ServerStep):
         check_step_size(lr)
         check_beta("beta1", beta1)
         check_beta("beta2", beta2, one=True)
-        if not 0 < tau < math.inf:
-            raise MisconfigurationError(f"`tau` must be positive and finite, got {tau!r}.")
+        check_positive("tau", tau)
         self.lr = lr
         self.beta1 = beta1
         self.beta2 = beta2

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fcl._checks import check_positive
 from lightning_fcl.aggregators.base import StepSize
 from lightning_fcl.aggregators.fedavg import FedAvg
-from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.mean import delta_dot
 from lightning_fcl.functional.norm_bound import bound_factor
 from lightning_fcl.types import MethodCard
@@ -48,8 +48,7 @@ class NormBound(FedAvg):
 
     def __init__(self, bound: float, weighting: Literal["samples", "uniform"] = "uniform", lr: StepSize = 1.0) -> None:
         super().__init__(weighting, lr)
-        if not 0 < bound < float("inf"):
-            raise MisconfigurationError(f"`bound` must be positive and finite, got {bound!r}.")
+        check_positive("bound", bound)
         self.bound = bound
         self._num_params: int | None = None
 

@@ -1,12 +1,12 @@
 """Reducers that a few wild or hostile clients cannot move far; each is a mean with another idea of whom to trust."""
 
-import math
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fcl._checks import check_positive
 from lightning_fcl.aggregators.base import RoundStats
 from lightning_fcl.aggregators.rows import RowReducer
 from lightning_fcl.exceptions import MisconfigurationError
@@ -20,11 +20,6 @@ from lightning_fcl.types import MethodCard
 def _check_count(name: str, value: int, least: int = 0) -> None:
     if value < least:
         raise MisconfigurationError(f"`{name}` must be at least {least}, got {value!r}.")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise MisconfigurationError(f"`{name}` must be positive and finite, got {value!r}.")
 
 
 def _trained(rows: list[Tensor], stats: RoundStats) -> list[Tensor]:
@@ -199,7 +194,7 @@ class GeometricMedian(RowReducer):
     ) -> None:
         if weighting not in ("uniform", "samples"):
             raise MisconfigurationError(f'`weighting` must be "uniform" or "samples", got {weighting!r}.')
-        _check_positive("smoothing", smoothing)
+        check_positive("smoothing", smoothing)
         _check_count("iterations", iterations, 1)
         self.weighting = weighting
         self.smoothing = smoothing
@@ -245,7 +240,7 @@ class CentredClipping(RowReducer):
     )
 
     def __init__(self, radius: float, *, iterations: int = 3) -> None:
-        _check_positive("radius", radius)
+        check_positive("radius", radius)
         _check_count("iterations", iterations, 1)
         self.radius = radius
         self.iterations = iterations

@@ -1,5 +1,6 @@
 """SPECIAL-C: after each local step the client is pulled toward the end of the previous task."""
 
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -8,13 +9,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fcl._checks import check_strength
-from lightning_fcl.callbacks.base import ContinualCallback
+from lightning_fcl.callbacks.after_step import AfterStep
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.proximal import proximal_blend
 from lightning_fcl.types import MethodCard
 
 
-class ClientProximal(ContinualCallback):
+class ClientProximal(AfterStep):
     r"""The client-side twin of :class:`~lightning_fcl.ServerProximal`.
 
     .. math:: \theta^{e+1} = \frac{\theta^e - \gamma_L g^e + \lambda\, \theta_{i-1}}{1 + \lambda} \quad (i \ge 2)
@@ -51,6 +52,7 @@ class ClientProximal(ContinualCallback):
     uses_task_anchor = True
 
     def __init__(self, strength: float = 0.2, *, every: Literal["step", "epoch"] = "step") -> None:
+        super().__init__()
         check_strength(strength)
         if every not in ("step", "epoch"):
             raise MisconfigurationError(f'`every` must be "step" or "epoch", got {every!r}.')
@@ -58,7 +60,6 @@ class ClientProximal(ContinualCallback):
         self.every = every
         self._own_anchor: dict[str, Tensor] | None = None  # stock Trainer only; the loop hands out its own
         self._anchor: dict[str, Tensor] | None = None
-        self._handles: list[Any] = []
 
     @property
     @override
@@ -76,9 +77,7 @@ class ClientProximal(ContinualCallback):
                 "FSDP) keep copies of. Use ServerProximal, which needs no client hook."
             )
         if self.every == "step":
-            self._handles = [
-                optimizer.register_step_post_hook(lambda *_: self._blend(pl_module)) for optimizer in trainer.optimizers
-            ]
+            self.attach(trainer, partial(self._blend, pl_module))
 
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
@@ -93,17 +92,9 @@ class ClientProximal(ContinualCallback):
                 parameter.copy_(proximal_blend(parameter, self._anchor[name].to(parameter.device), self.strength))
 
     @override
-    def on_fit_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        self._detach()
-
-    @override
-    def on_exception(self, trainer: Any, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._anchor = [], None
+    def detach(self) -> None:
+        super().detach()
+        self._anchor = None
 
     @override
     def on_train_end(self, trainer: Any, pl_module: L.LightningModule) -> None:

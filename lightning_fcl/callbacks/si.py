@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fcl._checks import check_amount, check_strength
-from lightning_fcl.callbacks.base import ContinualCallback
+from lightning_fcl.callbacks.after_step import AfterStep
 from lightning_fcl.callbacks.gradients import add_penalty, check_gradient_access, check_weight_access, weights_of
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.ewc import ewc_penalty_grad
@@ -16,7 +16,7 @@ from lightning_fcl.functional.si import path_integral, si_importance
 from lightning_fcl.types import MethodCard, Params
 
 
-class SI(ContinualCallback):
+class SI(AfterStep):
     r"""Quadratic pull toward the weights of earlier tasks, weighted by what each weight did for the loss.
 
     .. math:: L(\theta) + c \sum_i \Omega_i (\theta_i - \theta^\star_i)^2, \qquad
@@ -57,6 +57,7 @@ class SI(ContinualCallback):
     uses_task_anchor = True
 
     def __init__(self, strength: float = 0.1, *, damping: float = 0.1) -> None:
+        super().__init__()
         check_strength(strength)
         check_amount("damping", damping)
         if damping == 0:
@@ -71,7 +72,6 @@ class SI(ContinualCallback):
         """Weights at the end of the previous task, or at the start of the first."""
         self._before: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
         self._weights: dict[str, Tensor] = {}
-        self._handles: list[Any] = []
 
     @property
     @override
@@ -93,7 +93,7 @@ class SI(ContinualCallback):
         known = {**self.anchor, **(shared or {})}  # what is new starts here: all in the first task, a grown head later
         own = weights_of(trainer, pl_module)
         self.anchor = {name: known[name] if name in known else weight.clone() for name, weight in own.items()}
-        self._handles = [o.register_step_post_hook(self._after_step) for o in trainer.optimizers]
+        self.attach(trainer, self._after_step)
 
     @override
     def on_before_optimizer_step(
@@ -117,7 +117,7 @@ class SI(ContinualCallback):
         )
 
     @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self) -> None:
         gradients, before = self._before
         after = {name: p.detach() for name, p in self._weights.items()}
         for name, part in path_integral(gradients, before, after).items():
@@ -137,17 +137,9 @@ class SI(ContinualCallback):
         self.path, self.anchor = {}, {name: weight.clone() for name, weight in end.items()}
 
     @override
-    def on_fit_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        self._detach()
-
-    @override
-    def on_exception(self, trainer: Any, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._weights, self._before = [], {}, ({}, {})
+    def detach(self) -> None:
+        super().detach()
+        self._weights, self._before = {}, ({}, {})
 
     @override
     def state_dict(self) -> dict[str, Any]:

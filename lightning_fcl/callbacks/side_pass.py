@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_fcl._heads import silent
 from lightning_fcl.callbacks.gradients import check_gradient_access
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.types import Params
@@ -148,17 +149,11 @@ def without_traces(module: nn.Module) -> Iterator[None]:
         for name in metric._defaults:
             value = getattr(metric, name)
             setattr(metric, name, [*value] if isinstance(value, list) else value.clone())
-    log = vars(module).get("log")
-    object.__setattr__(module, "log", _log_nothing)
     devices = [module.device] if getattr(module, "device", torch.device("cpu")).type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
+        with silent(module), torch.random.fork_rng(devices):
             yield
     finally:
-        if log is None:
-            object.__delattr__(module, "log")
-        else:
-            object.__setattr__(module, "log", log)
         for metric, kept in metrics:
             vars(metric).clear()
             vars(metric).update(kept)
@@ -167,10 +162,6 @@ def without_traces(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
-
-
-def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of ``module.log``."""
 
 
 def write_gradients(pl_module: nn.Module, gradients: Params) -> None:

@@ -1,17 +1,16 @@
 """The client's half of FedADB: a global and a local head on one extractor."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from lightning_fcl._heads import find_head, replaced_output
+from lightning_fcl._heads import find_head, replaced_output, silent
 from lightning_fcl.callbacks.class_anchors import unpack_anchors
 from lightning_fcl.data.balanced import BalancedBatches
 from lightning_fcl.exceptions import MisconfigurationError
@@ -121,17 +120,17 @@ class DualBranchMixin(LossTermsMixin):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The own class's step, once per branch."""
-        step, batch, rest = _step_of(super().training_step, args, kwargs)
+        step, (batch, *rest) = super().training_step, [*args, *kwargs.values()]
         if self._job is None:
             return step(batch, *rest)
         with self._global_batch(self._job, batch) as balanced:
             first = step(balanced, *rest)
         if not self.dual_local_branch:
             if self.dual_balanced and _tracking(self):
-                with torch.no_grad(), _silent(self):
+                with torch.no_grad(), silent(self):
                     step(batch, *rest)  # for the running statistics alone
             return first
-        with self.local_branch(), _silent(self):
+        with self.local_branch(), silent(self):
             second = step(batch, *rest)
         if first is None or second is None:
             return first
@@ -186,32 +185,9 @@ class _Job:
         return local_branch_weight(progress, self.missing_rate, self.quality)
 
 
-def _step_of(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
-    """The step of the next class, the batch, and what else that step takes."""
-    batch, *rest = [*args, *kwargs.values()]
-    takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-    return step, batch, tuple(rest) if takes_index else ()
-
-
 def _loss(result: Any) -> Tensor:
     loss: Tensor = result["loss"] if isinstance(result, Mapping) else result
     return loss
-
-
-@contextmanager
-def _silent(module: nn.Module) -> Iterator[None]:
-    """Inside, ``self.log`` does nothing: a step that runs twice logs once."""
-    own = vars(module).get("log")
-    object.__setattr__(module, "log", lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        if own is None:
-            object.__delattr__(module, "log")
-        else:
-            object.__setattr__(module, "log", own)
 
 
 def _tracking(module: nn.Module) -> list[_BatchNorm]:

@@ -11,19 +11,15 @@ from typing_extensions import override
 
 from lightning_fcl.aggregators import Chain, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, MLoRA, SubspaceRouter
 from lightning_fcl.callbacks import EWC, OLoRA, SaveSubspaces
-from lightning_fcl.federated.describe import describe
-from lightning_fcl.federated.session import settings_of
 from lightning_fcl.mixins import SubspaceRoutingMixin
 from lightning_fcl.mllm.likelihood import answer_log_likelihood
 from lightning_fcl.mllm.lora import FEED_FORWARD, PROJECTOR
 from lightning_fcl.mllm.module import MultimodalInstructionModule
 from lightning_fcl.mllm.questions import QuestionEmbeddings
 from lightning_fcl.models import add_experts, add_subspaces, subspace_layers
-from lightning_fcl.reports import RunReport
 
 if TYPE_CHECKING:
-    from lightning_fcl.data import TaskStream
-    from lightning_fcl.federated.trainer import FederatedTrainer
+    pass
 
 METHODS = ("zero-shot", "joint", "finetune", "ewc", "o-lora", "m-lora", "moelora", "disco")
 SERVER_STEPS: Mapping[str, Callable[[], Any]] = {
@@ -121,22 +117,6 @@ def fcit_rules(
         chain = Chain(SubspaceRouter(threshold, shared=shared), FedAvg(), *steps)
         return {"aggregator": chain, "server_callbacks": SaveSubspaces()}
     return {}
-
-
-def zero_shot(trainer: "FederatedTrainer", module: RoutedInstructionModule, stream: "TaskStream") -> RunReport:
-    """The untrained model's scores as a report with one row."""
-    scores = [metrics["val_acc"] for metrics in trainer.validate(module, stream)]
-    report = RunReport(
-        run_dir=trainer.run_dir,
-        method=trainer.method,
-        accuracy=torch.tensor([scores], dtype=torch.float64),
-        names=stream.names,
-        seed=trainer.seed,
-        score="val_acc",
-        config={"trainer": settings_of(trainer), "stream": describe(stream.summary())},
-    )
-    report.save()
-    return report
 
 
 def uplink(module: RoutedInstructionModule, stages: int) -> dict[str, int]:

@@ -10,7 +10,6 @@ part of it. Traffic is bytes up and down. Both are ratios to FedAvg's.
 
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from jsonargparse import auto_cli
 
+from lightning_fcl._recipes import library_commit
 from lightning_fcl.exceptions import FCLError
 from lightning_fcl.reports import RunReport
 from lightning_fcl.suites import METHODS, SUITES, Sizes, run_suite
@@ -59,10 +59,9 @@ def main(
                 versions = own[0].versions
                 runs.append({"method": name, "seed": repeat, "wall_seconds": own[0].wall_seconds, "summary": costs})
                 print(name, {key: round(value, 2) for key, value in costs.items()}, flush=True)
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     results = {
         "command": "python recipes/bench/methods.py",
-        "commit": git.stdout.strip() or "unknown",
+        "commit": library_commit(),
         "versions": versions,
         "columns": ["compute", "traffic"],
         "percent": [],

@@ -8,7 +8,6 @@ keeps, and those that the threshold corrected for the number of clients keeps; w
 """
 
 import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor
 
+from lightning_fcl._recipes import library_commit
 from lightning_fcl.functional import similarity_threshold, tsga
 
 
@@ -73,9 +73,8 @@ def main(
                 seconds = time.perf_counter() - started
                 runs.append({"method": method, "seed": seed, "wall_seconds": seconds, "summary": summary})
             print(runs[-1]["method"], *(f"{key} {value:.3f}" for key, value in summary.items()), sep="  ")
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     report = {"command": "python recipes/bench/similarity.py --out docs/results/tsga_threshold.json"}
-    report |= {"commit": git.stdout.strip() or "unknown"}
+    report |= {"commit": library_commit()}
     results: dict[str, Any] = {**report, "versions": {"torch": torch.__version__}, "runs": runs}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,9 @@ import torch
 
 from lightning_fcl import FederatedTrainer
 from lightning_fcl.data.fcit import fcit_stream
+from lightning_fcl.federated.zero_shot import zero_shot
 from lightning_fcl.models import MoELoRALinear, subspace_layers
-from lightning_fcl.suites.fcit import METHODS, SERVER_STEPS, TITLES, fcit_module, fcit_rules, uplink, zero_shot
+from lightning_fcl.suites.fcit import METHODS, SERVER_STEPS, TITLES, fcit_module, fcit_rules, uplink
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_fcl._heads import modes_kept
 from lightning_fcl.federated.layout import Layout, Payload, build_layout, named_tensors
 from lightning_fcl.federated.metric_log import never_distributed
 from lightning_fcl.types import Metrics
@@ -198,11 +199,5 @@ class Engine(ABC):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Eval mode without gradients; the mode of every submodule is restored."""
-        modes = [(child, child.training) for child in self.module.modules()]
-        self.module.eval()
-        try:
-            with torch.inference_mode():
-                yield
-        finally:
-            for child, training in modes:
-                child.training = training
+        with modes_kept(self.module, training=False), torch.inference_mode():
+            yield
