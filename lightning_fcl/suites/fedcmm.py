@@ -1,7 +1,8 @@
 """The methods of FedCMM's tables: its three parts, what is left without each, and what it is compared with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -9,7 +10,10 @@ from torch import Tensor
 from lightning_fcl.aggregators import TSGA
 from lightning_fcl.callbacks import EWC, EmbeddingReplay, FedProx, ModalityEWC
 from lightning_fcl.callbacks.base import ContinualCallback
+from lightning_fcl.data import cue_posts
 from lightning_fcl.exceptions import MisconfigurationError
+from lightning_fcl.mllm import EventInstructionModule
+from lightning_fcl.models import EventClassifier, TwoTower, pretrain_towers
 
 TITLES: Mapping[str, str] = {
     "joint": "Joint",
@@ -26,6 +30,15 @@ TITLES: Mapping[str, str] = {
     "language": "FedCMM, language only",
 }
 """What tables call a method, by its name on the command line."""
+SYNC = (0.5, 0.0, "")
+TABLES: dict[int, tuple[list[str], list[tuple[float, float, str]]]] = {
+    1: (list(TITLES)[:6], [SYNC, (0.1, 0.0, ", alpha 0.1")]),
+    2: (["fedavg", "no-ewc", "no-replay", "no-tsga", "fedcmm"], [SYNC]),
+    3: (["no-ewc", "uniform", "vision", "language", "fedcmm"], [SYNC]),
+    4: (["fedavg", "ewc", "fedcmm"], [SYNC, (0.5, 0.3, ", 30 % behind")]),
+    5: (["fedavg", "ewc", "fedcmm", "joint"], [SYNC]),
+}
+"""By table of the paper, the methods, and the settings: Dirichlet's alpha, share of clients behind, what tables say."""
 _HELD: Mapping[str, tuple[str, ...]] = {"no-ewc": (), "vision": ("vision",), "language": ("language",)}
 _MODALITIES = ("vision", "language", "projector")
 
@@ -51,6 +64,29 @@ class Strengths:
     threshold: float | Literal["auto"] = 0.5
     replay: float = 1.0
     prox: float = 0.1
+
+
+def event_module(
+    names: Sequence[str], *, model: str | Path | None = None, posts: int | None = 600, lr: float | None = None
+) -> EventClassifier | EventInstructionModule:
+    """A new module that names events, and of events knows nothing.
+
+    Args:
+        names: Names of the events.
+        model: Folder or hub id of a LLaVA-like model, which gets LoRA in vision, language and projector; without it, a
+            classifier of two towers.
+        posts: The classifier's towers learn to see and to read from so many drawn posts of no event; ``None`` for real
+            posts, on which it starts untrained.
+        lr: Learning rate of AdamW; by default 1e-3, or 2e-3 for LoRA in a LLaVA-like model.
+    """
+    if model is not None:
+        options: dict[str, Any] = {"lr": 2e-3 if lr is None else lr, "max_new_tokens": 20}
+        module: EventInstructionModule = EventInstructionModule.from_pretrained(model, names=names, **options)
+        return module
+    net = TwoTower() if posts else TwoTower(len(names), image_size=32, vocabulary=4096, rank=0)
+    if posts:
+        pretrain_towers(net, cue_posts(posts))
+    return EventClassifier(net, lr=1e-3 if lr is None else lr)
 
 
 def fedcmm_rules(
