@@ -11,7 +11,7 @@ places but no event; real ones meet it untrained. See docs/guides/fedcmm-events.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -19,44 +19,18 @@ from typing import Any, Literal
 import lightning as L
 from lightning.fabric.utilities import rank_zero_only
 
-from lightning_fcl import EWC, TSGA, EmbeddingReplay, FederatedTrainer, FedProx, ModalityEWC, TaskStream
+from lightning_fcl import FederatedTrainer, TaskStream
 from lightning_fcl._recipes import chosen_methods, command_line, real_data
 from lightning_fcl.callbacks import ModalityDrift
 from lightning_fcl.data import EventPosts, LabelDirichlet, cue_posts, drawn_events, event_stream, load_event_folder
 from lightning_fcl.models import EventClassifier, TwoTower, event_log_likelihood, pretrain_towers
 from lightning_fcl.reports import FEDCMM, compare, event_figures, save_figures
+from lightning_fcl.suites.fedcmm import TITLES, Strengths, fedcmm_rules
 
-Options = dict[str, Any]
-
-
-def fedcmm(ewc: str = "per_group", replay: bool = True, tsga: bool = True, **strength: float) -> Options:
-    """The three parts, or some of them; strengths by modality."""
-    strengths = {"vision": 0.03, "language": 0.03, "projector": 0.03, **strength}
-    options: Options = {"normalise": ewc, "log_likelihood": event_log_likelihood}
-    parts: list[L.Callback] = [ModalityEWC(strengths, **options)] if ewc else []
-    parts += [EmbeddingReplay(lr=3e-3, fit_batch_size=8)] if replay else []
-    return {"callbacks": parts, **({"aggregator": TSGA(0.5)} if tsga else {})}
-
-
-# What tables call it, and what makes it.
-METHODS: dict[str, tuple[str, Callable[[], Options]]] = {
-    "joint": ("Joint", dict),
-    "fine-tuning": ("Fine-tuning", dict),
-    "fedavg": ("FedAvg-CL", dict),
-    "fedprox": ("FedProx-CL", lambda: {"callbacks": [FedProx(0.1)]}),
-    "ewc": ("EWC-FL", lambda: {"callbacks": [EWC(100.0, log_likelihood=event_log_likelihood)]}),
-    "fedcmm": ("FedCMM", fedcmm),
-    "no-ewc": ("FedCMM without MA-EWC", lambda: fedcmm(ewc="")),
-    "no-replay": ("FedCMM without PPFR", lambda: fedcmm(replay=False)),
-    "no-tsga": ("FedCMM without TSGA", lambda: fedcmm(tsga=False)),
-    "uniform": ("FedCMM, uniform EWC", lambda: fedcmm(ewc="global")),
-    "vision": ("FedCMM, vision only", lambda: fedcmm(language=0.0, projector=0.0)),
-    "language": ("FedCMM, language only", lambda: fedcmm(vision=0.0, projector=0.0)),
-}
 # By table, the methods, and the settings: Dirichlet's alpha, share of clients behind, what tables call it.
 SYNC = (0.5, 0.0, "")
 TABLES: dict[int, tuple[list[str], list[tuple[float, float, str]]]] = {
-    1: (list(METHODS)[:6], [SYNC, (0.1, 0.0, ", alpha 0.1")]),
+    1: (list(TITLES)[:6], [SYNC, (0.1, 0.0, ", alpha 0.1")]),
     2: (["fedavg", "no-ewc", "no-replay", "no-tsga", "fedcmm"], [SYNC]),
     3: (["no-ewc", "uniform", "vision", "language", "fedcmm"], [SYNC]),
     4: (["fedavg", "ewc", "fedcmm"], [SYNC, (0.5, 0.3, ", 30 % behind")]),
@@ -74,6 +48,13 @@ def main(
     smoke: bool = False,
     rounds: int = 12,
     lr: float = 1e-3,
+    ewc: float = 100.0,
+    strength: float = 0.03,
+    vision: float | None = None,
+    language: float | None = None,
+    projector: float | None = None,
+    threshold: float | Literal["auto"] = 0.5,
+    replay: float = 1.0,
 ) -> dict[str, dict[str, Any]]:
     """Train, report and compare.
 
@@ -87,12 +68,22 @@ def main(
         smoke: End in seconds: few posts, three rounds of two clients.
         rounds: Rounds per task.
         lr: Learning rate of the clients' AdamW in a task's first round; it falls to nearly zero by the last one.
+        ewc: Strength of EWC-FL.
+        strength: Of FedCMM's MA-EWC, for all modalities.
+        vision: In the place of ``strength`` for the vision tower.
+        language: The same for the language part.
+        projector: The same for the projector.
+        threshold: Of TSGA, or ``auto``.
+        replay: Weight of the rehearsal's loss.
 
     Returns:
         The figures of each run, by the name of its folder.
     """
     names, settings = TABLES[table]
-    chosen = names if method == "all" else chosen_methods(method, METHODS)
+    chosen = names if method == "all" else chosen_methods(method, TITLES)
+    own = {"vision": vision, "language": language, "projector": projector}
+    by_group = {group: strength if value is None else value for group, value in own.items()}
+    strengths = Strengths(ewc=ewc, threshold=threshold, replay=replay, **by_group)
     folder = real_data(data_dir, "mediaeval_events")
     posts = drawn_events(*((24, 8) if smoke else (120, 40))) if folder is None else load_event_folder(folder)
     reports, figures = [], {}
@@ -103,7 +94,12 @@ def main(
         L.seed_everything(one, verbose=False)
         module = EventClassifier(make_net(folder is None, 200 if smoke else 600), lr=lr)
         run_dir = out / f"{name}-alpha{alpha}-lag{lag}-seed{one}"
-        trainer = make_trainer(name, note, 2 if smoke else 5, 3 if smoke else rounds, run_dir=run_dir, seed=one)
+        rules = fedcmm_rules(name, event_log_likelihood, strengths)
+        sampled = (
+            1 if name in ("joint", "fine-tuning") else 2 if smoke else 5
+        )  # what learns in one place has one client
+        rules |= {"method": TITLES[name] + note, "clients_per_round": sampled, "run_dir": run_dir, "seed": one}
+        trainer = make_trainer(3 if smoke else rounds, **rules)
         reports.append(report := trainer.fit(module, stream, ckpt_path="auto"))
         figures[run_dir.name] = {**event_figures(report), **on_new_pictures(trainer, module, posts)}
         save_figures(report, figures[run_dir.name])
@@ -121,19 +117,15 @@ def make_net(drawn: bool, posts: int) -> TwoTower:
     return net
 
 
-def make_trainer(name: str, note: str, sampled: int, rounds: int, **options: Any) -> FederatedTrainer:
-    """A trainer with the method's parts; what learns in one place has one client."""
-    title, parts = METHODS[name]
-    options |= {"callbacks": [], **parts()}
-    options["callbacks"] = [*options["callbacks"], ModalityDrift()]
+def make_trainer(rounds: int, *, callbacks: Sequence[L.Callback] = (), **rules: Any) -> FederatedTrainer:
+    """A trainer of a method's parts, with a rate that falls within each task."""
     return FederatedTrainer(
-        method=title + note,
         rounds=rounds,
-        clients_per_round=1 if name in ("joint", "fine-tuning") else sampled,
+        callbacks=[*callbacks, ModalityDrift()],
         lr_factor=lambda task, round: 0.5 * (1 + math.cos(math.pi * round / rounds)) + 0.02,
         measure_baseline=False,  # the paper's FWT has none
         eval_every=1,
-        **{"accelerator": "cpu", "devices": 1, **options},
+        **{"accelerator": "cpu", "devices": 1, **rules},
     )
 
 
