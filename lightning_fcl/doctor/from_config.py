@@ -129,7 +129,7 @@ def _add_memory(found: Diagnosis, frozen: int, own: int, count: int, vectors: in
         cases.append((f"ZeRO-{stage}, each of {devices} ranks", share))
     for name, share in cases:
         total = sum(share) + vectors
-        found.numbers[f"memory {name}"] = total
+        found.numbers["memory_" + name.partition(",")[0].lower().replace(" ", "_").replace("-", "_")] = total
         rows.append((name, *map(data_size, (*share, vectors, total))))
     header = ("memory without activations", "weights", "gradients", "optimiser", "federation", "sum")
     found.tables.append(Table("memory", header, rows))

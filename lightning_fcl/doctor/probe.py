@@ -26,7 +26,7 @@ class Probe(L.Callback):
         phase: What the run is doing, for the message if it fails.
         arrived: Names of trained parameters that some step gave a gradient.
         moved: Those of them that were not all zero in some step.
-        broken: Those with NaN or infinite entries.
+        broken: Those with NaN or infinite entries in the first step that had any: after it, all have.
         gradient_bytes: Most bytes of gradients that were there before a step.
         optimizer_bytes: Bytes of all optimisers' states at a job's end.
         job_seconds: Wall seconds of each job.
@@ -51,6 +51,7 @@ class Probe(L.Callback):
         self.scales_loss = False
         self._handles: list[Any] = []
         self._now: set[str] = set()
+        self._spoilt = False
         self._job_started = self._started = 0.0
 
     @override
@@ -69,7 +70,7 @@ class Probe(L.Callback):
         named = [(name, p) for name, p in pl_module.named_parameters() if p.requires_grad]
         self.trained = [name for name, _ in named]
         # A hook sees gradients that ZeRO takes away at once; FSDP 2 calls none, but leaves `grad` in place.
-        self._handles = [torch.Tensor.register_hook(p, partial(self._arrives, name)) for name, p in named]
+        self._handles = [p.register_hook(partial(self._arrives, name)) for name, p in named]  # type: ignore[no-untyped-call]
         self.phase = f"loading the first batch of client {trainer.client}"
 
     @override
@@ -94,6 +95,7 @@ class Probe(L.Callback):
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *args: Any) -> None:
         self.phase = f"after the training step of client {trainer.client}"
+        self._spoilt = bool(self.broken)
         self.batch_seconds.append(time.perf_counter() - self._started)
 
     @override
@@ -125,7 +127,7 @@ class Probe(L.Callback):
     def _arrives(self, name: str, gradient: Tensor) -> None:
         self._now.add(name)
         self.arrived.add(name)
-        if not bool(torch.isfinite(gradient).all()):
+        if not self._spoilt and not bool(torch.isfinite(gradient).all()):
             self.broken.add(name)
         if name not in self.moved and bool(gradient.any()):
             self.moved.add(name)
