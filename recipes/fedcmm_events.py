@@ -121,7 +121,7 @@ def make_trainer(rounds: int, *, callbacks: Sequence[L.Callback] = (), **rules: 
     """A trainer of a method's parts, with a rate that falls within each task."""
     return FederatedTrainer(
         rounds=rounds,
-        callbacks=[*callbacks, ModalityDrift()],
+        callbacks=[*callbacks, ModalityDrift(log_likelihood=event_log_likelihood)],
         lr_factor=lambda task, round: 0.5 * (1 + math.cos(math.pi * round / rounds)) + 0.02,
         measure_baseline=False,  # the paper's FWT has none
         eval_every=1,

@@ -244,6 +244,7 @@ def test_events_are_learned_by_methods_and_bounds(load, tmp_path, capsys):
     assert printed.endswith(f"report: {tmp_path / folders[-1] / 'report.html'}\n")
     saved = json.loads((tmp_path / folders[1] / "figures.json").read_text())
     assert saved["drift vision"] > 0
+    assert saved["drift language weighted"] > 0  # fine-tuning has no importances: they are the drift's own
     assert saved["rounds to 75"] is None
 
 
