@@ -21,6 +21,7 @@ from lightning_fcl.data.fcit import FCIT_PRESET as FCIT_PRESET
 from lightning_fcl.data.fcit import fcit_stream as fcit_stream
 from lightning_fcl.data.fcit import general_rows as general_rows
 from lightning_fcl.data.fcit import instruction_sets as instruction_sets
+from lightning_fcl.data.fcit import unseen_sets as unseen_sets
 from lightning_fcl.data.images import ImageSets as ImageSets
 from lightning_fcl.data.images import load_images as load_images
 from lightning_fcl.data.instructions import InstructionDataset as InstructionDataset

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +11,13 @@ from typing_extensions import override
 
 from lightning_fcl.aggregators import Chain, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, MLoRA, SubspaceRouter
 from lightning_fcl.callbacks import EWC, OLoRA, SaveSubspaces
+from lightning_fcl.federated.routed import COUNT_BYTES
 from lightning_fcl.mixins import SubspaceRoutingMixin
 from lightning_fcl.mllm.likelihood import answer_log_likelihood
 from lightning_fcl.mllm.lora import FEED_FORWARD, PROJECTOR
 from lightning_fcl.mllm.module import MultimodalInstructionModule
 from lightning_fcl.mllm.questions import QuestionEmbeddings
 from lightning_fcl.models import add_experts, add_subspaces, subspace_layers
-
-if TYPE_CHECKING:
-    pass
 
 METHODS = ("zero-shot", "joint", "finetune", "ewc", "o-lora", "m-lora", "moelora", "disco")
 SERVER_STEPS: Mapping[str, Callable[[], Any]] = {
@@ -120,13 +118,28 @@ def fcit_rules(
 
 
 def uplink(module: RoutedInstructionModule, stages: int) -> dict[str, int]:
-    """Bytes that a client sends per round: of weights here, and with all slots, as the published code does.
+    """Bytes that a client sends per round under DISCO, and what the published code sends.
 
     Args:
-        module: What :func:`fcit_module` made for DISCO.
+        module: What :func:`fcit_module` made for DISCO, after its run.
         stages: Slots of the published code.
+
+    Returns:
+        ``slot``: one subspace, the second phase. ``projector``: the trained part of it, or 0. ``token``: the identity
+        token and its count, the first phase; 0 before a run. ``here``: their sum. ``published``: all slots and the
+        whole projector, trained or not, without any token.
     """
-    trained = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
-    slot = sum(size for name, size in trained.items() if "lora_" in name)
-    projector = sum(p.numel() * p.element_size() for n, p in module.named_parameters() if PROJECTOR.search(n))
-    return {"here": sum(trained.values()), "published": stages * slot + projector}
+    sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    slot = sum(size for name, size in sizes.items() if name in trained and "lora_" in name)
+    projector = sum(size for name, size in sizes.items() if name in trained and "lora_" not in name)
+    tokens = module.subspace_tokens
+    token = 0 if tokens is None else tokens[0].numel() * tokens.element_size() + COUNT_BYTES
+    whole = sum(size for name, size in sizes.items() if PROJECTOR.search(name))
+    return {
+        "slot": slot,
+        "projector": projector,
+        "token": token,
+        "here": slot + projector + token,
+        "published": stages * slot + whole,
+    }
