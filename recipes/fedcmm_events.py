@@ -22,21 +22,12 @@ from lightning.fabric.utilities import rank_zero_only
 from lightning_fcl import FederatedTrainer, TaskStream
 from lightning_fcl._recipes import chosen_methods, command_line, real_data
 from lightning_fcl.callbacks import ModalityDrift
-from lightning_fcl.data import (
-    EventPosts,
-    InstructionDataset,
-    LabelDirichlet,
-    as_list,
-    drawn_events,
-    event_questions,
-    event_stream,
-    load_event_folder,
-)
+from lightning_fcl.data import EventPosts, InstructionDataset, LabelDirichlet, as_list, event_stream
 from lightning_fcl.mllm import answer_log_likelihood
 from lightning_fcl.models import event_log_likelihood
 from lightning_fcl.models.tiny_llava import TINY_LLAVA
 from lightning_fcl.reports import FEDCMM, compare, event_figures, save_figures
-from lightning_fcl.suites.fedcmm import TABLES, TITLES, Strengths, event_module, fedcmm_rules
+from lightning_fcl.suites.fedcmm import TABLES, TITLES, Strengths, event_module, event_posts, fedcmm_rules
 
 
 def main(
@@ -89,7 +80,7 @@ def main(
     strengths = Strengths(ewc=ewc, threshold=threshold, replay=replay, **by_group)
     folder = real_data(data_dir, "mediaeval_events")
     model = str(TINY_LLAVA) if model == "tiny" else model
-    posts = read_posts(folder, model is not None, smoke)
+    posts = event_posts(folder, ask=model is not None, small=smoke)
     likelihood = event_log_likelihood if model is None else answer_log_likelihood
     reports, figures = [], {}
     for one, (alpha, lag, note), name in product(range(seed, seed + seeds), settings, chosen):
@@ -98,7 +89,9 @@ def main(
         stream = stream.joint() if name == "joint" else stream.pooled() if name == "fine-tuning" else stream
         L.seed_everything(one, verbose=False)
         lessons = None if folder else 200 if smoke else 600
-        module = event_module(posts.names, model=model, posts=lessons, lr=lr)
+        module = event_module(
+            posts.names, model=model, posts=lessons, lr=lr, lwf=strengths.lwf if name == "lwf" else None
+        )
         run_dir = out / f"{name}-alpha{alpha}-lag{lag}-seed{one}"
         rules = fedcmm_rules(name, likelihood, strengths)
         rules["callbacks"] = [*rules.get("callbacks", ()), ModalityDrift(log_likelihood=likelihood)]
@@ -112,15 +105,6 @@ def main(
     lines = [*more, *(f"report: {report.run_dir / 'report.html'}" for report in reports)]
     rank_zero_only(print)(compare(reports, FEDCMM[table]), *lines, sep="\n")
     return {report.run_dir.name: {**report.summary, **figures[report.run_dir.name]} for report in reports}
-
-
-def read_posts(folder: Path | None, ask: bool, smoke: bool) -> EventPosts:
-    """Posts of the folder, or drawn ones; as questions if a language model is asked."""
-    if folder is None:
-        posts = drawn_events(*((8, 2) if smoke and ask else (24, 8) if smoke else (120, 40)), size=32 if ask else 16)
-    else:
-        posts = load_event_folder(folder, size=224 if ask else 32)
-    return event_questions(posts) if ask else posts
 
 
 def make_trainer(rounds: int, **rules: Any) -> FederatedTrainer:
