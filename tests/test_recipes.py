@@ -259,6 +259,16 @@ def test_all_tables_of_fedcmm(load, tmp_path, table):
     assert {report.method for report in reports} == set(recipe.FEDCMM[table].rows)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:fisher_diagonal runs sample by sample")
+def test_a_language_model_names_the_events(load, tmp_path):
+    pytest.importorskip("transformers")
+    figures = load("fedcmm_events").main(out=tmp_path, smoke=True, rounds=1, table=2, method="fedcmm", model="tiny")
+    run = tmp_path / "fedcmm-alpha0.5-lag0.0-seed0"
+    assert figures[run.name]["drift projector weighted"] > 0
+    assert "loss/replay" in (run / "metrics.csv").read_text()
+
+
 @pytest.mark.skipif("FCL_DATA" not in os.environ, reason="set FCL_DATA to a folder that holds mediaeval_events")
 def test_real_posts_are_also_scored_on_new_pictures(load, tmp_path):
     folder = DATA / "mediaeval_events"

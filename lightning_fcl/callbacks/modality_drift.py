@@ -65,13 +65,13 @@ class ModalityDrift(ContinualCallback):
         weights = weights_of(trainer, pl_module)
         groups = parameter_groups(weights, self.groups)
         for group, drift in group_drift(weights, {name: anchor[name] for name in weights}, groups).items():
-            pl_module.log(f"drift/{group}", drift.norm)
+            pl_module.log(f"drift/{group}", drift.norm, batch_size=1)
         if self.fisher:
             then, fisher = (
                 {n: v.to(weights[n].device) for n, v in tree.items()} for tree in (self.anchor, self.fisher)
             )
             for group, drift in group_drift(weights, then, groups, fisher).items():
-                pl_module.log(f"drift/{group}_weighted", drift.weighted)
+                pl_module.log(f"drift/{group}_weighted", drift.weighted, batch_size=1)
 
     @override
     def on_task_end(self, trainer: Any, pl_module: Any) -> None:

@@ -3,8 +3,9 @@
 import pytest
 
 from lightning_fcl.exceptions import MisconfigurationError
+from lightning_fcl.mixins import LwF
 from lightning_fcl.models import event_log_likelihood
-from lightning_fcl.suites.fedcmm import TITLES, Strengths, fedcmm_rules
+from lightning_fcl.suites.fedcmm import TABLES, TITLES, Strengths, event_module, fedcmm_rules
 
 
 def parts(method, **strengths):
@@ -18,6 +19,8 @@ def parts(method, **strengths):
         ("fedavg", set()),
         ("fedprox", {"FedProx"}),
         ("ewc", {"EWC"}),
+        ("lwf", set()),
+        ("gem", {"GEM"}),
         ("fedcmm", {"ModalityEWC", "EmbeddingReplay", "TSGA"}),
         ("no-ewc", {"EmbeddingReplay", "TSGA"}),
         ("no-replay", {"ModalityEWC", "TSGA"}),
@@ -43,3 +46,19 @@ def test_unknown_method_is_refused():
     assert len(set(TITLES.values())) == len(TITLES)
     with pytest.raises(MisconfigurationError, match=r"`method` must be one of joint, .*, got 'magic'"):
         fedcmm_rules("magic", event_log_likelihood)
+
+
+def test_lwf_is_in_the_module_and_not_in_a_language_model():
+    module = event_module(["a"] * 7, posts=None, lwf=0.3)
+    assert isinstance(module, LwF)
+    assert module.lwf_strength == 0.3
+    assert not isinstance(event_module(["a"] * 7, posts=None), LwF)
+    with pytest.raises(MisconfigurationError, match="`method` must not be lwf with a `model`"):
+        event_module(["a", "b"], model="anywhere", lwf=0.3)
+
+
+def test_table_one_has_the_papers_methods_that_are_here():
+    from lightning_fcl.reports import FEDCMM
+
+    methods, settings = TABLES[1]
+    assert {TITLES[name] + note for name in methods for _, _, note in settings} == set(FEDCMM[1].rows)
