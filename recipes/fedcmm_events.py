@@ -41,13 +41,13 @@ def main(
     smoke: bool = False,
     rounds: int = 12,
     lr: float | None = None,
-    ewc: float = 100.0,
-    strength: float = 0.03,
+    ewc: float = 300.0,
+    strength: float = 0.3,
     vision: float | None = None,
     language: float | None = None,
     projector: float | None = None,
     threshold: float | Literal["auto"] = 0.5,
-    replay: float = 1.0,
+    replay: float = 3.0,
 ) -> dict[str, dict[str, Any]]:
     """Train, report and compare.
 
@@ -76,7 +76,7 @@ def main(
     names, settings = TABLES[table]
     chosen = names if method == "all" else chosen_methods(method, TITLES)
     own = {"vision": vision, "language": language, "projector": projector}
-    by_group = {group: strength if value is None else value for group, value in own.items()}
+    by_group: dict[str, Any] = {group: strength if value is None else value for group, value in own.items()}
     strengths = Strengths(ewc=ewc, threshold=threshold, replay=replay, **by_group)
     folder = real_data(data_dir, "mediaeval_events")
     model = str(TINY_LLAVA) if model == "tiny" else model

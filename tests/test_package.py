@@ -121,8 +121,8 @@ def test_make_demo_runs_the_recipe_on_its_own_data(make):
     _, install, recipe = make("demo")
     assert install.endswith("-e .[recipes]")
     script, *arguments = recipe.split()
-    assert arguments == ["--method", "all", "--out", "runs/demo"]
-    assert script == "recipes/special_digits.py"
+    assert arguments == ["--train-size", "500", "--test-size", "50", "--out", "runs/demo"]
+    assert script == "recipes/fcit_llava.py"
 
 
 def test_make_lint_checks_style_format_and_types(make):
