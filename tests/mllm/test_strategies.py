@@ -19,6 +19,7 @@ transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("p
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.distributed,
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # PEFT asks transformers 5 for it
 ]
 
@@ -98,7 +99,7 @@ def alone(request, folder, tmp_path_factory):
 @pytest.mark.parametrize("name", SHARDED)
 def test_two_processes_learn_as_one_does_and_save_whole_adapters(ranks, folder, alone, tmp_path, name):
     method, (losses, weights, _) = alone
-    (one, two) = ranks.run(fit, folder, tmp_path / "run", method, name)
+    (one, two) = ranks.run(fit, folder, tmp_path / "run", method, name, timeout=280.0)
     assert len(losses) == 4
     assert losses[0] > losses[1]
     assert one[0] == pytest.approx(losses, abs=1e-5)
