@@ -1,7 +1,7 @@
 """What grows with the number of virtual clients, each number in a process of its own.
 
     python recipes/bench/scale.py --out docs/results/bench_scale.json
-    python recipes/bench/scale.py --clients "[1000000]" --rounds 5
+    python recipes/bench/scale.py --clients "[10, 1000]" --rounds 5
 
 Ten clients train in a round, whatever their number. Each has 4 examples that are made when they are asked for, and
 keeps a SCAFFOLD variate between rounds, in memory up to 2 MiB and on disk beyond. Prints, for each number of clients:
@@ -100,7 +100,7 @@ def run(clients: int, rounds: int, answers: Any) -> None:
 
 
 def main(
-    clients: tuple[int, ...] = (10, 100, 1000, 10_000, 100_000), rounds: int = 20, out: Path | None = None
+    clients: tuple[int, ...] = (10, 100, 1000, 10_000, 100_000, 1_000_000), rounds: int = 20, out: Path | None = None
 ) -> dict[str, Any]:
     """Measure at several numbers of clients.
 
