@@ -1,18 +1,17 @@
 """What grows with the number of virtual clients, each number in a process of its own.
 
     python recipes/bench/scale.py --out docs/results/bench_scale.json
-    python recipes/bench/scale.py --clients "[1000000]" --rounds 5
+    python recipes/bench/scale.py --clients "[10, 1000]" --rounds 5
 
 Ten clients train in a round, whatever their number. Each has 4 examples that are made when they are asked for, and
 keeps a SCAFFOLD variate between rounds, in memory up to 2 MiB and on disk beyond. Prints, for each number of clients:
-seconds to share the data, seconds of the first round and of the median one after it, what the run and its stream added
-to the process's resident memory, and bytes on disk, with those of the plan and of the newest commit. A last table
-compares the doctor's predictions with two of the runs.
+seconds to share the data and to start and end a run, the median round after the first, what stream and run added to the
+process's peak of resident memory, bytes on disk (the plan, the newest commit and the clients' states among them), and
+bytes sent beside those that the doctor foretold.
 """
 
 import json
 import multiprocessing
-import platform
 import resource
 import statistics
 import sys
@@ -76,26 +75,32 @@ def run(clients: int, rounds: int, answers: Any) -> None:
         trainer(folder, rounds=2).fit(module, few)  # what the first round ever wakes is no matter of scale
     before, started = peak_mib(), time.perf_counter()
     stream = TaskStream.from_datasets([MadeOnDemand(clients * EXAMPLES)], [MadeOnDemand(64)], clients=clients)
-    row: dict[str, Any] = {"clients": clients, "seconds to share": time.perf_counter() - started}
+    shared = time.perf_counter() - started
     with tempfile.TemporaryDirectory() as folder:
         whole = trainer(folder, rounds=rounds)
         report = whole.fit(module, stream)
         timing = Path(folder, "timing.csv").read_text().splitlines()
         place = timing[0].split(",").index("seconds")
         seconds = [float(line.split(",")[place]) for line in timing[1:]]
-        row |= {"seconds of fit": report.wall_seconds, "seconds per round": statistics.median(seconds[1:])}
-        row["added MiB"] = peak_mib() - before
-        commit = sorted(Path(folder, "checkpoints").iterdir())[-1]
-        row |= {"bytes on disk": folder_bytes(Path(folder)), "bytes of plan": Path(folder, "plan.json").stat().st_size}
-        row |= {"bytes of commit": folder_bytes(commit), "bytes of states": folder_bytes(Path(folder, "clients"))}
-        row |= {"bytes down": report.bytes_down, "bytes up": report.bytes_up}
+        grown, commit = peak_mib() - before, sorted(Path(folder, "checkpoints").iterdir())[-1]
+        summary = {
+            "seconds to start": shared + report.wall_seconds - sum(seconds),
+            "ms per round": 1000 * statistics.median(seconds[1:]),
+            "added MiB": grown,
+            "MB on disk": folder_bytes(Path(folder)) / 1e6,
+            "plan MB": Path(folder, "plan.json").stat().st_size / 1e6,
+            "commit MB": folder_bytes(commit) / 1e6,
+            "states MB": folder_bytes(Path(folder, "clients")) / 1e6,
+        }
     numbers = diagnose(trainer("never written", rounds=rounds), module, stream).numbers
-    row["predicted"] = {name: numbers[name] for name in ("bytes_down", "bytes_up", "disk_commit", "disk_client")}
-    answers.put(row)
+    summary["MB sent"] = (report.bytes_down + report.bytes_up) / 1e6
+    summary["MB foretold"] = (numbers["bytes_down"] + numbers["bytes_up"]) / 1e6
+    row = {"method": f"{clients:,} clients", "seed": 0, "wall_seconds": report.wall_seconds, "summary": summary}
+    answers.put({**row, "versions": dict(report.versions)})
 
 
 def main(
-    clients: tuple[int, ...] = (10, 100, 1000, 10_000, 100_000), rounds: int = 20, out: Path | None = None
+    clients: tuple[int, ...] = (10, 100, 1000, 10_000, 100_000, 1_000_000), rounds: int = 20, out: Path | None = None
 ) -> dict[str, Any]:
     """Measure at several numbers of clients.
 
@@ -113,12 +118,15 @@ def main(
         if process.exitcode:
             sys.exit(f"error: {count} clients could not be run (exit code {process.exitcode}).")
         rows.append(row := answers.get())
-        print("  ".join(f"{key} {value:.4g}" for key, value in row.items() if not isinstance(value, dict)), flush=True)
-    for row in (rows[0], rows[-1]):
-        down, up = (row["predicted"][f"bytes_{way}"] / row[f"bytes {way}"] for way in ("down", "up"))
-        print(f"{row['clients']} clients: the doctor predicts {down:.1%} of the bytes down and {up:.1%} of those up")
-    report = {"command": f"python recipes/bench/scale.py --rounds {rounds}", "rows": rows, "commit": library_commit()}
-    report |= {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+        print(row["method"], {name: round(value, 3) for name, value in row["summary"].items()}, flush=True)
+    report = {
+        "command": f"python recipes/bench/scale.py --rounds {rounds}",
+        "commit": library_commit(),
+        "versions": rows[0]["versions"],
+        "columns": list(rows[0]["summary"]),
+        "percent": [],
+        "runs": [{key: value for key, value in row.items() if key != "versions"} for row in rows],
+    }
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n")
