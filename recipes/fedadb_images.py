@@ -109,7 +109,9 @@ def main(
         options: dict[str, Any] = {"path": data_dir and str(data_dir), "batch_size": batch_size, "seed": one}
         options |= {"clients": clients, "alpha": alpha, "shift": shift, "tasks": tasks, "size": size, "limit": limit}
         stream = image_stream(**options, drop_last=net == "resnet18")
-        channels, classes = next(iter(stream.eval_loader(0)))[0].shape[1], stream.classes(tasks - 1)[-1] + 1
+        seen = [batch for task in range(len(stream.names)) for batch in stream.eval_loader(task)]
+        channels, top = seen[0][0].shape[1], max(int(y.max()) for _, y in seen)
+        classes = 1 + max(top, stream.classes(tasks - 1)[-1])
         fixed = [None] if weight is None else weight if isinstance(weight, list) else [weight]
         for name, beta in [(n, b) for n in names for b in (fixed if METHODS[n][1] is not None else [None])]:
             title, dual, has_anchors, rules = METHODS[name]

@@ -39,6 +39,7 @@ def main(
     data_dir: Path | None = None,
     model: str | None = None,
     smoke: bool = False,
+    tasks: Literal[3, 7] = 3,
     rounds: int = 12,
     lr: float | None = None,
     ewc: float = 300.0,
@@ -56,10 +57,12 @@ def main(
         seed: Seeds the clients' shares, the initial weights, the sampling and every client's draws.
         seeds: How many seeds, counted from ``seed``.
         table: Which of the paper's tables to make.
-        method: One or several, or all of the table's.
+        method: One or several, or all of the table's. In no table are ``auto`` (strength of MA-EWC and threshold of
+            TSGA set themselves; ``auto-ewc``, ``auto-tsga``: one of them) and ``last`` (memory of one task).
         data_dir: Folder with real posts; without it and ``$FCL_DATA``, posts are drawn and written.
         model: Folder or hub id of a LLaVA-like model that names events (``tiny``: the shipped one), not a classifier.
         smoke: End in seconds: few posts, three rounds of two clients.
+        tasks: Three tasks of two, two and three events, or seven of one.
         rounds: Rounds per task.
         lr: Learning rate of AdamW in a task's first round, by default 1e-3 (with a ``model`` 2e-3); falls to nearly 0.
         ewc: Strength of EWC-FL.
@@ -85,14 +88,15 @@ def main(
     reports, figures = [], {}
     for one, (alpha, lag, note), name in product(range(seed, seed + seeds), settings, chosen):
         shares = LabelDirichlet(alpha, min_examples=1)
-        stream = event_stream(posts, clients=3 if smoke else 10, partition=shares, batch_size=8, seed=one, lag=lag)
+        options: dict[str, Any] = {"clients": 3 if smoke else 10, "partition": shares, "batch_size": 8, "lag": lag}
+        stream = event_stream(posts, tasks=(2, 2, 3) if tasks == 3 else (1,) * 7, seed=one, **options)
         stream = stream.joint() if name == "joint" else stream.pooled() if name == "fine-tuning" else stream
         L.seed_everything(one, verbose=False)
         lessons = None if folder else 200 if smoke else 600
         module = event_module(
             posts.names, model=model, posts=lessons, lr=lr, lwf=strengths.lwf if name == "lwf" else None
         )
-        run_dir = out / f"{name}-alpha{alpha}-lag{lag}-seed{one}"
+        run_dir = out / f"{name}-alpha{alpha}-lag{lag}{'' if tasks == 3 else '-tasks7'}-seed{one}"
         rules = fedcmm_rules(name, likelihood, strengths)
         rules["callbacks"] = [*rules.get("callbacks", ()), ModalityDrift(log_likelihood=likelihood)]
         alone = name in ("joint", "fine-tuning")  # what learns in one place has one client

@@ -260,6 +260,15 @@ def test_all_tables_of_fedcmm(load, tmp_path, table):
 
 
 @pytest.mark.slow
+def test_seven_tasks_of_one_event_and_strengths_that_set_themselves(load, tmp_path):
+    figures = load("fedcmm_events").main(out=tmp_path, smoke=True, rounds=1, table=2, tasks=7, method=["auto", "last"])
+    assert list(figures) == ["auto-alpha0.5-lag0.0-tasks7-seed0", "last-alpha0.5-lag0.0-tasks7-seed0"]
+    report = RunReport.load(tmp_path / "auto-alpha0.5-lag0.0-tasks7-seed0")
+    assert report.accuracy.shape == (7, 7)
+    assert "client/ewc/vision" in (report.run_dir / "metrics.csv").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:fisher_diagonal runs sample by sample")
 def test_a_language_model_names_the_events(load, tmp_path):
     pytest.importorskip("transformers")

@@ -14,6 +14,7 @@ from lightning_fcl._checks import check_strength
 from lightning_fcl._heads import modes_kept
 from lightning_fcl.callbacks.base import ContinualCallback
 from lightning_fcl.callbacks.side_pass import as_in_training
+from lightning_fcl.callbacks.task_embeddings import TaskEmbeddings
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.embedding_replay import Rehearsal, balanced_counts, soft_labels
 from lightning_fcl.types import MethodCard
@@ -47,6 +48,8 @@ class EmbeddingReplay(ContinualCallback):
         epochs: Passes over the task's embeddings when a generator is fitted.
         fit_batch_size: Examples per step of that.
         lr: Learning rate of that.
+        num_samples: Fit to at most so many of the task's examples, drawn at random; ``None`` for all. Of each of them a
+            vector per modality is held; token sequences are only summed up by event, those of all examples.
         smoothing: Share of the teacher's belief in a soft label, in [0, 1].
         latent: Numbers in a Gaussian code.
         weights: Of the four losses of the generator: reconstruction, alignment, teacher, label.
@@ -84,6 +87,7 @@ class EmbeddingReplay(ContinualCallback):
         epochs: int = 5,
         fit_batch_size: int = 32,
         lr: float = 1e-3,
+        num_samples: int | None = 10_000,
         smoothing: float = 0.1,
         latent: int = 64,
         weights: Sequence[float] = (1.0, 1.0, 1.0, 1.0),
@@ -94,8 +98,8 @@ class EmbeddingReplay(ContinualCallback):
         if mode not in ("cvae", "literal"):
             raise MisconfigurationError(f'`mode` must be "cvae" or "literal", got {mode!r}.')
         counts = {"budget": budget, "epochs": epochs, "fit_batch_size": fit_batch_size, "latent": latent}
-        for name, count in {**counts, "batch_size": 1 if batch_size is None else batch_size}.items():
-            if count < 1:
+        for name, count in {**counts, "batch_size": batch_size, "num_samples": num_samples}.items():
+            if count is not None and count < 1:
                 raise MisconfigurationError(f"`{name}` must be at least 1, got {count}.")
         if not 0 <= smoothing <= 1 or not 0 < lr < math.inf:
             raise MisconfigurationError(f"`smoothing` must lie in [0, 1] and `lr` above 0, got {smoothing} and {lr}.")
@@ -109,6 +113,7 @@ class EmbeddingReplay(ContinualCallback):
         self.epochs = epochs
         self.fit_batch_size = fit_batch_size
         self.lr = lr
+        self.num_samples = num_samples
         self.smoothing = smoothing
         self.latent = latent
         self.weights = tuple(weights)
@@ -187,38 +192,28 @@ class EmbeddingReplay(ContinualCallback):
             return
         rng = torch.Generator().manual_seed(torch.initial_seed())
         with modes_kept(pl_module, training=False):
-            generator = self._fitted(pl_module, self._examples(trainer, pl_module), rng)
+            generator = self._fitted(pl_module, self._examples(trainer, pl_module, rng), rng)
         state = {name: value.detach() for name, value in generator.state_dict().items()}
         self.generators = [*(self.generators if self.memory == "all" else ()), state]
 
-    def _examples(self, trainer: Any, pl_module: "EmbeddingForwardMixin") -> list[tuple[Tensor, ...]]:
-        """Labels, teacher's probabilities and embeddings of the task's data, batch by batch."""
+    def _examples(self, trainer: Any, pl_module: "EmbeddingForwardMixin", rng: torch.Generator) -> TaskEmbeddings:
         limit = trainer.num_training_batches
-        found = []
+        found = TaskEmbeddings(self.num_samples, rng)
         with torch.no_grad():
             for batch in islice(trainer.train_dataloader, None if math.isinf(limit) else int(limit)):
                 batch = as_in_training(trainer, pl_module, batch)
                 embeddings = pl_module.embeddings_of(batch)
                 teacher = pl_module.forward_embeddings(*embeddings).float().softmax(dim=1)
-                found.append((pl_module.targets_of(batch), teacher, *(one.float() for one in embeddings)))
+                found.add(pl_module.targets_of(batch), teacher, [one.float() for one in embeddings])
         return found
 
     def _fitted(
-        self, pl_module: "EmbeddingForwardMixin", found: list[tuple[Tensor, ...]], rng: torch.Generator
+        self, pl_module: "EmbeddingForwardMixin", found: TaskEmbeddings, rng: torch.Generator
     ) -> "EmbeddingGenerator":
         from lightning_fcl.models.embedding_generator import EmbeddingGenerator, fit_generator, pooled
 
-        labels, teacher = (torch.cat([one[part] for one in found]) for part in (0, 1))
-        known, events = torch.unique(labels, return_inverse=True)
-        counts = events.bincount().to(teacher.dtype)
-
-        def mean(values: Tensor) -> Tensor:
-            total = values.new_zeros(len(known), *values.shape[1:]).index_add_(0, events, values)
-            return total.div_(counts.reshape(-1, *[1] * (values.dim() - 1)))
-
-        modalities = [torch.cat(parts) for parts in zip(*(one[2:] for one in found), strict=True)]
-        means = [mean(one) for one in modalities]
-        real = [pooled(one) for one in modalities]
+        known, (belief, *means) = found.means()
+        events, teacher, *real = found.kept()
         spread = [_spread(one, one - pooled(middle)[events]) for one, middle in zip(real, means, strict=True)]
         dtype = next(p.dtype for p in pl_module.parameters() if p.is_floating_point())
         with torch.random.fork_rng(devices=[]):
@@ -227,7 +222,7 @@ class EmbeddingReplay(ContinualCallback):
                 means,
                 spread,
                 known,
-                soft_labels(known, mean(teacher), self.smoothing),
+                soft_labels(known, belief, self.smoothing),
                 latent=self.latent,
             ).to(teacher.device)
             fit_generator(

@@ -4,16 +4,21 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import lightning as L
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_fcl._checks import check_strength
 from lightning_fcl._match import NameRule
-from lightning_fcl.callbacks.ewc import QuadraticMemory
+from lightning_fcl.callbacks.ewc import QuadraticMemory, task_fisher
 from lightning_fcl.callbacks.modality_groups import MODALITIES, parameter_groups
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.likelihood import classification_log_likelihood
-from lightning_fcl.functional.modality_ewc import grouped_ewc_penalty_grad, normalise_importance
+from lightning_fcl.functional.modality_ewc import (
+    balanced_strengths,
+    grouped_ewc_penalty_grad,
+    normalise_importance,
+)
 from lightning_fcl.types import MethodCard, Params
 
 
@@ -28,7 +33,10 @@ class ModalityEWC(QuadraticMemory):
 
     Args:
         strength: :math:`\lambda_M \ge 0`: one for all groups, or one for each by name. 500 is the paper's; with
-            ``normalise`` importances have a mean of 1, and strengths of 0.01 to 10 are the ones to try.
+            ``normalise`` importances have a mean of 1, and strengths of 0.01 to 10 are the ones to try. ``"auto"``
+            measures the Fisher of a new task's data before the client first trains on it, and chooses each group's
+            strength so that the pull of each earlier task is on average as stiff as the new loss
+            (:func:`~lightning_fcl.functional.balanced_strengths`).
         groups: Rules that tell the group of a parameter by its name, see :func:`parameter_groups`; by default
             ``vision``, ``language`` and ``projector``, which are found for LLaVA-like models. Every trainable parameter
             must be in one group.
@@ -59,6 +67,7 @@ class ModalityEWC(QuadraticMemory):
             "grouped_ewc_penalty",
             "grouped_ewc_penalty_grad",
             "normalise_importance",
+            "balanced_strengths",
             "group_drift",
             "fisher_diagonal",
         ),
@@ -69,7 +78,7 @@ class ModalityEWC(QuadraticMemory):
 
     def __init__(
         self,
-        strength: float | Mapping[str, float] = 500.0,
+        strength: float | Mapping[str, float] | Literal["auto"] = 500.0,
         *,
         groups: Mapping[str, NameRule] | None = None,
         normalise: Literal["none", "global", "per_group"] = "none",
@@ -79,10 +88,17 @@ class ModalityEWC(QuadraticMemory):
     ) -> None:
         super().__init__(memory=memory, log_likelihood=log_likelihood, num_samples=num_samples)
         known = sorted(MODALITIES if groups is None else groups)
-        self.strengths = dict(strength) if isinstance(strength, Mapping) else dict.fromkeys(known, strength)
-        """Strength by group."""
-        if sorted(self.strengths) != known:
-            raise MisconfigurationError(f"`strength` must name the groups {known}, got {sorted(self.strengths)}.")
+        if isinstance(strength, str) and strength != "auto":
+            raise MisconfigurationError(
+                f'`strength` must be a number, one for each group, or "auto", got {strength!r}.'
+            )
+        self.auto = strength == "auto"
+        self.strengths: dict[str, float] = {}
+        """Strength by group; with ``"auto"`` those of the present task, empty before it starts."""
+        if not isinstance(strength, str):
+            self.strengths = dict(strength) if isinstance(strength, Mapping) else dict.fromkeys(known, strength)
+            if sorted(self.strengths) != known:
+                raise MisconfigurationError(f"`strength` must name the groups {known}, got {sorted(self.strengths)}.")
         for value in self.strengths.values():
             check_strength(value)
         if normalise not in ("none", "global", "per_group"):
@@ -91,21 +107,48 @@ class ModalityEWC(QuadraticMemory):
         self.groups = groups
         self.normalise = normalise
         self._members: dict[str, list[str]] = {}
+        self._tasks = 0
 
     @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(strengths=self.strengths, normalise=self.normalise, memory=self.memory)
+        strengths = self.strength if self.auto else self.strengths
+        return self._generate_state_key(strengths=strengths, normalise=self.normalise, memory=self.memory)
 
     @property
     @override
     def is_on(self) -> bool:
-        return any(self.strengths.values())
+        return self.auto or any(self.strengths.values())
 
     @override
     def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self.members(name for name, p in pl_module.named_parameters() if p.requires_grad)
+        if self.auto and getattr(trainer, "sharded", False):
+            raise MisconfigurationError(
+                "`strength` must be numbers where ranks hold parts of the weights, got 'auto': the new task's Fisher "
+                "cannot be measured there before training."
+            )
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if not self.auto or not self.importance:
+            return
+        if not self.strengths:
+            new = task_fisher(trainer, pl_module, self.log_likelihood, self.num_samples)
+            found = balanced_strengths(self.importance, new, self.members(new), self._tasks)
+            shares = torch.tensor(list(found.values()), dtype=torch.float64, device=pl_module.device)
+            shares = trainer.strategy.all_gather(shares).reshape(-1, len(found)).mean(0)  # ranks saw a part each
+            self.strengths = dict(zip(found, shares.tolist(), strict=True))
+        for group, value in self.strengths.items():
+            pl_module.log(f"ewc/{group}", value, batch_size=1)
+
+    @override
+    def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        super().on_task_end(trainer, pl_module)
+        if self.auto:
+            self.strengths, self._tasks = {}, self._tasks + 1 if self.memory == "all" else 1
 
     def members(self, names: Iterable[str]) -> dict[str, list[str]]:
         """The given parameters by group.
@@ -132,3 +175,15 @@ class ModalityEWC(QuadraticMemory):
     @override
     def pull(self, weights: Params, anchor: Params, importance: Params) -> dict[str, Tensor]:
         return grouped_ewc_penalty_grad(weights, anchor, importance, self.members(weights), self.strengths)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        own = super().state_dict()
+        return {**own, "strengths": self.strengths, "tasks": self._tasks} if own and self.auto else own
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.auto:
+            self.strengths = dict(state_dict.get("strengths", {}))
+            self._tasks = state_dict.get("tasks", 0)

@@ -39,17 +39,20 @@ class BalancedBatches:
         none = torch.zeros(0, dtype=torch.long)
         self._anchor_labels = none if self.anchors is None else self.anchors.targets.cpu()
 
-    def draw(self, size: int) -> tuple[Any, Tensor]:
+    def draw(self, size: int, part: slice | None = None) -> tuple[Any, Tensor]:
         """A batch of local examples, and which anchor takes each place.
 
         Args:
             size: Places.
+            part: Of them, those that are wanted; by default all. If it is empty, the first one.
 
         Returns:
             The collated batch, with a local example in every place, and int64 ``(size,)``: the anchor that is to
             replace it, or -1.
         """
         drawn = class_balanced_batch(self.labels, self._anchor_labels, size, self.num_classes, self.generator)
+        if part is not None:
+            drawn = drawn[part] if len(drawn[part]) else drawn[:1]
         anchor = torch.where(drawn < len(self.labels), -1, drawn - len(self.labels))
         local = torch.where(anchor < 0, drawn, 0)  # the first example keeps an anchor's place
         if hasattr(self.dataset, "take"):  # stacked already

@@ -55,8 +55,7 @@ class _Progress:
         self.step = 0
         self.batch = 0
         self.should_stop = False
-        self.share: tuple[int, int] | None = None
-        """``(n_local, n_global)`` of the batch where ranks share it."""
+        self.share: tuple[int, int] | None = None  # (n_local, n_global) of the batch where ranks share it
 
 
 class JobStrategy:
@@ -146,8 +145,7 @@ class JobStrategy:
         """A client's job does not talk to other clients: the tensor itself, unless ranks share the client."""
         if self._engine.shard[1] == 1:
             return tensor
-        gathered = self._engine.fabric.all_gather(tensor, group=group, sync_grads=sync_grads)
-        assert isinstance(gathered, Tensor)
+        gathered: Tensor = self._engine.fabric.all_gather(tensor, group=group, sync_grads=sync_grads)  # type: ignore[assignment]
         return gathered
 
     def barrier(self, name: str | None = None) -> None:
@@ -159,8 +157,7 @@ class JobStrategy:
 class ClientContext:
     """The ``trainer`` of a client job: the attributes of ``lightning.Trainer`` that modules and callbacks use.
 
-    Everything is read-only but ``should_stop``. Beside Trainer's names it tells which ``client``, ``task`` and
-    ``round`` this is. Counters start at 0 in every job.
+    All is read-only but ``should_stop``. It tells ``client``, ``task`` and ``round``, too. Counters start at 0.
     """
 
     sanity_checking = False
@@ -324,6 +321,12 @@ class ClientContext:
     def is_global_zero(self) -> bool:
         """Whether this is the first of the ranks that train this client."""
         return self.global_rank == 0
+
+    @property
+    def batch_share(self) -> tuple[int, slice] | None:
+        """Where ranks share this client: size of the whole batch, and which of it is this rank's; else ``None``."""
+        share, (rank, world) = self._progress.share, self._engine.shard
+        return share and (share[1], slice(share[1] * rank // world, share[1] * (rank + 1) // world))
 
     @property
     def sharded(self) -> bool:

@@ -79,6 +79,7 @@ from lightning_fcl.functional.mean import delta_dot as delta_dot
 from lightning_fcl.functional.mean import tree_sum as tree_sum
 from lightning_fcl.functional.mean import weighted_delta_sum as weighted_delta_sum
 from lightning_fcl.functional.mean import weighted_mean as weighted_mean
+from lightning_fcl.functional.modality_ewc import balanced_strengths as balanced_strengths
 from lightning_fcl.functional.modality_ewc import grouped_ewc_penalty as grouped_ewc_penalty
 from lightning_fcl.functional.modality_ewc import grouped_ewc_penalty_grad as grouped_ewc_penalty_grad
 from lightning_fcl.functional.modality_ewc import normalise_importance as normalise_importance

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -35,7 +36,7 @@ class DualBranchMixin(LossTermsMixin):
 
     BatchNorm's running statistics follow the local batches only. What the module logs is what it logs for the
     balanced batch; ``loss/local`` is the weighted local term and ``local_weight`` the weight. Where ranks share a
-    client, each draws a balanced batch of its own.
+    client, they share the balanced batch too.
 
     Args:
         *args: Of the own class.
@@ -147,7 +148,9 @@ class DualBranchMixin(LossTermsMixin):
                 yield batch
             return
         layer = None if self.input_module is None else self.get_submodule(self.input_module)
-        drawn, places = job.batches.draw(len(self.targets_of(batch)))
+        # Ranks that share a client draw the same balanced batch, and take of it what they have of the own one.
+        share = getattr(self.trainer, "batch_share", None) or (len(self.targets_of(batch)), None)
+        drawn, places = job.batches.draw(*share)
         drawn = self.on_before_batch_transfer(self.trainer.precision_plugin.convert_input(drawn), 0)
         drawn = self.on_after_batch_transfer(self.transfer_batch_to_device(drawn, self.device, 0), 0)
         with job.batches.placed(drawn, places, layer) as placed, _frozen_statistics(self):
@@ -163,8 +166,10 @@ class _Job:
         broadcasts = getattr(trainer, "broadcast", {}).values()
         message = next((sent for sent in broadcasts if {"inputs", "targets", "quality"} <= sent.keys()), None)
         anchors = module.anchors if message is None else unpack_anchors(message, weight.device, weight.dtype)
-        # Seeded by torch's seed of this job (and rank), but drawn apart: the module's own draws stay what they were.
-        generator = torch.Generator().manual_seed((torch.initial_seed() + trainer.global_rank) % 2**63)
+        # Seeded by torch's seed of this job, but drawn apart: the module's own draws stay what they were. Ranks of a
+        # stock Trainer have examples of their own; those that share a client have not.
+        rank = trainer.global_rank if isinstance(trainer, L.Trainer) else 0
+        generator = torch.Generator().manual_seed((torch.initial_seed() + rank) % 2**63)
         num_classes = getattr(head, "out_features", None)
         if num_classes is None:
             raise MisconfigurationError("`feature_module` must name a linear layer with `out_features`.")

@@ -31,8 +31,13 @@ TITLES: Mapping[str, str] = {
     "uniform": "FedCMM, uniform EWC",
     "vision": "FedCMM, vision only",
     "language": "FedCMM, language only",
+    "auto": "FedCMM, auto",
+    "auto-ewc": "FedCMM, auto strength",
+    "auto-tsga": "FedCMM, auto threshold",
+    "last": "FedCMM, last task only",
 }
-"""What tables call a method, by its name on the command line."""
+"""What tables call a method, by its name on the command line. ``auto``: strength of MA-EWC and threshold of TSGA set
+themselves. ``last``: of the earlier tasks only the last is held on to and rehearsed, as in the paper."""
 SYNC = (0.5, 0.0, "")
 TABLES: dict[int, tuple[list[str], list[tuple[float, float, str]]]] = {
     1: (
@@ -158,11 +163,14 @@ def fedcmm_rules(
         return {"callbacks": [EWC(strengths.ewc, log_likelihood=log_likelihood)]}
     if method == "gem":
         return {"callbacks": [GEM(strengths.gem)]}
+    memory: Literal["all", "last"] = "last" if method == "last" else "all"
     parts: list[ContinualCallback] = []
     if held := _HELD.get(method, _MODALITIES):
         by_group = {name: getattr(strengths, name) if name in held else 0.0 for name in _MODALITIES}
-        normalise: Literal["global", "per_group"] = "global" if method == "uniform" else "per_group"
-        parts.append(ModalityEWC(by_group, normalise=normalise, log_likelihood=log_likelihood))
+        options: dict[str, Any] = {"memory": memory, "log_likelihood": log_likelihood}
+        options["normalise"] = "global" if method == "uniform" else "per_group"
+        parts.append(ModalityEWC("auto" if method in ("auto", "auto-ewc") else by_group, **options))
     if method != "no-replay":
-        parts.append(EmbeddingReplay(strengths.replay, lr=3e-3, fit_batch_size=8))
-    return {"callbacks": parts, **({} if method == "no-tsga" else {"aggregator": TSGA(strengths.threshold)})}
+        parts.append(EmbeddingReplay(strengths.replay, lr=3e-3, fit_batch_size=8, memory=memory))
+    threshold = "auto" if method in ("auto", "auto-tsga") else strengths.threshold
+    return {"callbacks": parts, **({} if method == "no-tsga" else {"aggregator": TSGA(threshold)})}

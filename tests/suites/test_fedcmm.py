@@ -42,6 +42,16 @@ def test_strengths_reach_their_parts():
     assert parts("uniform")["ModalityEWC"].normalise == "global"
 
 
+def test_what_sets_itself_and_what_only_the_last_task_is():
+    both = parts("auto", vision=9.0, threshold=0.9)
+    assert (both["ModalityEWC"].strength, both["TSGA"].threshold) == ("auto", "auto")
+    assert (parts("auto-ewc")["ModalityEWC"].strength, parts("auto-ewc")["TSGA"].threshold) == ("auto", 0.5)
+    assert parts("auto-tsga")["ModalityEWC"].strengths["vision"] == 0.03
+    last = parts("last")
+    assert (last["ModalityEWC"].memory, last["EmbeddingReplay"].memory) == ("last", "last")
+    assert parts("fedcmm")["EmbeddingReplay"].memory == "all"
+
+
 def test_unknown_method_is_refused():
     assert len(set(TITLES.values())) == len(TITLES)
     with pytest.raises(MisconfigurationError, match=r"`method` must be one of joint, .*, got 'magic'"):
