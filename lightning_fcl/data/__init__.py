@@ -7,6 +7,7 @@ from lightning_fcl.data.dirichlet import LabelDirichlet as LabelDirichlet
 from lightning_fcl.data.dirichlet import QuantityDirichlet as QuantityDirichlet
 from lightning_fcl.data.drawn_instructions import DRAWN_TASKS as DRAWN_TASKS
 from lightning_fcl.data.drawn_instructions import drawn_instructions as drawn_instructions
+from lightning_fcl.data.event_questions import event_questions as event_questions
 from lightning_fcl.data.events import EventPosts as EventPosts
 from lightning_fcl.data.events import cue_posts as cue_posts
 from lightning_fcl.data.events import drawn_events as drawn_events
@@ -20,6 +21,7 @@ from lightning_fcl.data.fcit import FCIT_PRESET as FCIT_PRESET
 from lightning_fcl.data.fcit import fcit_stream as fcit_stream
 from lightning_fcl.data.fcit import general_rows as general_rows
 from lightning_fcl.data.fcit import instruction_sets as instruction_sets
+from lightning_fcl.data.fcit import unseen_sets as unseen_sets
 from lightning_fcl.data.images import ImageSets as ImageSets
 from lightning_fcl.data.images import load_images as load_images
 from lightning_fcl.data.instructions import InstructionDataset as InstructionDataset

@@ -1,6 +1,6 @@
 """The FCIT benchmark's scenarios as streams, on drawn pictures or on instruction files of your own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -123,7 +123,7 @@ def instruction_sets(
         names = list(tasks or (DRAWN_TASKS if setting == "capability" else list(DRAWN_TASKS)[:8]))
         return {name: _drawn(name, train_size, test_size, seed) for name in names}
     folder = Path(data_dir)
-    found = sorted({file.parent.name for suffix in ("json", "jsonl") for file in folder.glob(f"*/train.{suffix}")})
+    found = _found(folder)
     names = list(tasks or found)
     if not names or not set(names) <= set(found):
         raise DatasetError(
@@ -133,6 +133,37 @@ def instruction_sets(
     return {
         name: (_read(folder / name, "train", train_size), _read(folder / name, "test", test_size)) for name in names
     }
+
+
+def unseen_sets(
+    names: Collection[str], data_dir: str | Path | None = None, *, test_size: int = 200, seed: int = 0
+) -> dict[str, InstructionDataset]:
+    """Test set of each task that a stream leaves out, to see what training did to tasks that nobody trained on.
+
+    Args:
+        names: ``names`` of the stream: tasks, or groups, which stand for all their tasks.
+        data_dir: As in :func:`fcit_stream`, like the rest.
+        test_size: Questions of each task.
+        seed: Seeds the pictures.
+
+    Raises:
+        DatasetError: If data is malformed.
+    """
+    groups = _DRAWN_GROUPS if data_dir is None else REAL_GROUPS
+    seen = {task for name in names for task in (name, *groups.get(name, ()))}
+    if data_dir is None:
+        return {
+            name: InstructionDataset(drawn_instructions(name, test_size, part="test", seed=seed))
+            for name in DRAWN_TASKS
+            if name not in seen
+        }
+    folder = Path(data_dir)
+    return {name: _read(folder / name, "test", test_size) for name in _found(folder) if name not in seen}
+
+
+def _found(folder: Path) -> list[str]:
+    """Names of the tasks in a folder."""
+    return sorted({file.parent.name for suffix in ("json", "jsonl") for file in folder.glob(f"*/train.{suffix}")})
 
 
 def _drawn(name: str, train_size: int, test_size: int, seed: int) -> Pair:

@@ -26,7 +26,7 @@ from lightning_fcl.federated.state import RoundState, Slots
 from lightning_fcl.serialize import clone_tree, dump_tree, load_bytes, tree_bytes
 from lightning_fcl.types import ClientUpdate
 
-_COUNT_BYTES = 8  # the number of examples, sent with a probe
+COUNT_BYTES = 8  # the number of examples, sent with a probe
 
 
 def make_rounds(engine: Engine, jobs: ClientJobs, ranks: Ranks, chain: Chain, on_event: Any) -> RoundRunner:
@@ -110,7 +110,7 @@ class RoutedRounds(RoundRunner):
             if (answer := self._answers.get((info.task, info.client))) is not None
         ]
         self._probes = {probe.client: probe for probe in probes}
-        self.probe_bytes = sum(tree_bytes(p.tensors) + _COUNT_BYTES for p in probes if p.tensors)
+        self.probe_bytes = sum(tree_bytes(p.tensors) + COUNT_BYTES for p in probes if p.tensors)
         routes = self.router.route(probes, len(state.slots.weights), state.slots.router, task=state.task)
         noted: dict[str, list[str]] = {}
         for client, route in routes.items():

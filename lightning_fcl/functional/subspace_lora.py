@@ -1,6 +1,6 @@
 """Several LoRA subspaces in one layer: how strongly each speaks, all of them in two matrix products, merging."""
 
-from typing import Literal
+from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from lightning_fcl.functional.identity_token import token_cosines
 
 Activation = Literal["softmax", "argmax", "cosine", "concatenation"]
+ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
+"""In the order in which the paper finds them: the best first."""
 
 
 def activation_factors(

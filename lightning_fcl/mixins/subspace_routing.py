@@ -12,14 +12,14 @@ from typing_extensions import override
 
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.identity_token import ThresholdProposal, identity_token, propose_threshold
-from lightning_fcl.functional.subspace_lora import Activation, activation_factors
+from lightning_fcl.functional.subspace_lora import ACTIVATIONS, Activation, activation_factors
 from lightning_fcl.models.prompt_encoders import ImageMean, PromptEmbeddings
 from lightning_fcl.models.subspace_lora import SubspaceLinear, subspace_layers
 from lightning_fcl.types import Params
 
 Encoder = Callable[[Any], Tensor]
 _CHOICES = {
-    "routing_activation": ("softmax", "argmax", "cosine", "concatenation"),
+    "routing_activation": ACTIVATIONS,
     "routing_source": ("text", "image", "both"),
 }
 
@@ -87,6 +87,12 @@ class SubspaceRoutingMixin(L.LightningModule):
         self._factors: Tensor | None = None
         self._embeddings: PromptEmbeddings | None = None
         self._image_mean: ImageMean | None = None
+
+    @property
+    def routing_features(self) -> str:
+        """What is compared, in words: tokens of modules that differ in it have nothing to do with each other."""
+        encoder = self.routing_encoder
+        return f"{self.routing_source} by {'its own features' if encoder is None else type(encoder).__name__}"
 
     # -- what the inputs ask for --------------------------------------------------------------------------------------
 

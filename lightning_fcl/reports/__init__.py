@@ -8,6 +8,7 @@ from lightning_fcl.reports.published import FEDADB_SILO as FEDADB_SILO
 from lightning_fcl.reports.published import FEDCMM_PHEME as FEDCMM_PHEME
 from lightning_fcl.reports.published import SPECIAL_DIGIT10 as SPECIAL_DIGIT10
 from lightning_fcl.reports.published import PublishedTable as PublishedTable
+from lightning_fcl.reports.published_fcit import FCIT as FCIT
 from lightning_fcl.reports.published_fedcmm import FEDCMM as FEDCMM
 from lightning_fcl.reports.rounds import class_table as class_table
 from lightning_fcl.reports.rounds import curve_figures as curve_figures

@@ -1,9 +1,9 @@
 """The methods of the FCIT benchmark on a LLaVA-like model, all with LoRA of the same total rank in the same layers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from typing_extensions import override
 
 from lightning_fcl.aggregators import Chain, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, MLoRA, SubspaceRouter
 from lightning_fcl.callbacks import EWC, OLoRA, SaveSubspaces
+from lightning_fcl.federated.engines.fsdp2 import fsdp2, shard_layers
+from lightning_fcl.federated.routed import COUNT_BYTES
 from lightning_fcl.mixins import SubspaceRoutingMixin
 from lightning_fcl.mllm.likelihood import answer_log_likelihood
 from lightning_fcl.mllm.lora import FEED_FORWARD, PROJECTOR
@@ -18,10 +20,9 @@ from lightning_fcl.mllm.module import MultimodalInstructionModule
 from lightning_fcl.mllm.questions import QuestionEmbeddings
 from lightning_fcl.models import add_experts, add_subspaces, subspace_layers
 
-if TYPE_CHECKING:
-    pass
-
 METHODS = ("zero-shot", "joint", "finetune", "ewc", "o-lora", "m-lora", "moelora", "disco")
+GROUPS: Mapping[str, Sequence[str]] = {"all": METHODS, "ablation": ("disco",), "demo": ("finetune", "disco")}
+"""What the recipe's ``method`` may say beside names."""
 SERVER_STEPS: Mapping[str, Callable[[], Any]] = {
     "disco-fedavgm": partial(FedAvgM, 0.5),
     "disco-fedadam": partial(FedAdam, 1e-3),
@@ -52,11 +53,19 @@ class RoutedInstructionModule(SubspaceRoutingMixin, MultimodalInstructionModule)
     format hint alone: what the chat template adds is common to all tasks. The published code drops it, too.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._questions = QuestionEmbeddings.of(self)  # now, while all weights are whole
+
+    @property
+    @override
+    def routing_features(self) -> str:
+        own = self.routing_encoder is None and self.routing_source != "image"
+        return f"{self.routing_source} by {QuestionEmbeddings.__name__}" if own else super().routing_features
+
     @override
     def _text_features(self, batch: Any) -> Tensor:
-        if self.routing_encoder is None:
-            self.routing_encoder = QuestionEmbeddings.of(self)
-        return super()._text_features(batch)
+        return self._questions(batch) if self.routing_encoder is None else super()._text_features(batch)
 
 
 def fcit_module(
@@ -119,14 +128,48 @@ def fcit_rules(
     return {}
 
 
-def uplink(module: RoutedInstructionModule, stages: int) -> dict[str, int]:
-    """Bytes that a client sends per round: of weights here, and with all slots, as the published code does.
+def fcit_machine(accelerator: str, devices: int, strategy: str, precision: Any) -> dict[str, Any]:
+    """The trainer's arguments that say where a run runs.
 
     Args:
-        module: What :func:`fcit_module` made for DISCO.
-        stages: Slots of the published code.
+        accelerator: As in ``lightning.Fabric``.
+        devices: Processes.
+        strategy: ``"auto"``: they share a round's clients. Otherwise they share each client's model:
+            ``"deepspeed_stage_2"`` and the like, ``"ddp"``, or ``"fsdp"`` for FSDP 2, layer by layer.
+        precision: As in ``lightning.Fabric``.
     """
-    trained = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
-    slot = sum(size for name, size in trained.items() if "lora_" in name)
-    projector = sum(p.numel() * p.element_size() for n, p in module.named_parameters() if PROJECTOR.search(n))
-    return {"here": sum(trained.values()), "published": stages * slot + projector}
+    return {
+        "accelerator": accelerator,
+        "devices": devices,
+        "strategy": fsdp2(shard_layers) if strategy == "fsdp" else strategy,
+        "parallel": "clients" if strategy == "auto" else "model",
+        "precision": precision,
+    }
+
+
+def uplink(module: RoutedInstructionModule, stages: int) -> dict[str, int]:
+    """Bytes that a client sends per round under DISCO, and what the published code sends.
+
+    Args:
+        module: What :func:`fcit_module` made for DISCO, after its run.
+        stages: Slots of the published code.
+
+    Returns:
+        ``slot``: one subspace, the second phase. ``projector``: the trained part of it, or 0. ``token``: the identity
+        token and its count, the first phase; 0 before a run. ``here``: their sum. ``published``: all slots and the
+        whole projector, trained or not, without any token.
+    """
+    sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    slot = sum(size for name, size in sizes.items() if name in trained and "lora_" in name)
+    projector = sum(size for name, size in sizes.items() if name in trained and "lora_" not in name)
+    tokens = module.subspace_tokens
+    token = 0 if tokens is None else tokens[0].numel() * tokens.element_size() + COUNT_BYTES
+    whole = sum(size for name, size in sizes.items() if PROJECTOR.search(name))
+    return {
+        "slot": slot,
+        "projector": projector,
+        "token": token,
+        "here": slot + projector + token,
+        "published": stages * slot + whole,
+    }

@@ -1,7 +1,6 @@
 """FCIT's methods on a tiny random LLaVA: what each trains, sends and brings, and one run of the flagship."""
 
 import pytest
-import torch
 
 from lightning_fcl import FederatedTrainer
 from lightning_fcl.data.fcit import fcit_stream
@@ -9,19 +8,13 @@ from lightning_fcl.federated.zero_shot import zero_shot
 from lightning_fcl.models import MoELoRALinear, subspace_layers
 from lightning_fcl.suites.fcit import METHODS, SERVER_STEPS, TITLES, fcit_module, fcit_rules, uplink
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+from tests.helpers.llava import save_random_llava
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from lightning_fcl.models.tiny_lessons import vocabulary
-    from lightning_fcl.models.tiny_llava import make_config, make_processor
-
-    torch.manual_seed(0)
-    path, (tokenizer, _) = tmp_path_factory.mktemp("llava"), vocabulary()
-    transformers.LlavaForConditionalGeneration(make_config(tokenizer, width=32, layers=1)).save_pretrained(path)
-    make_processor(tokenizer).save_pretrained(path)
-    return path
+    return save_random_llava(tmp_path_factory.mktemp("llava"))
 
 
 def make(folder, method="disco", **options):
