@@ -56,6 +56,8 @@ def collect(runs: Sequence[Path], command: str, old: Results) -> Results:
 
 def render(results: Results) -> str:
     """The command, a Markdown table with a row per method, and how the numbers came about."""
+    if "rows" in results:
+        return render_bench(results)
     methods: dict[str, list[Results]] = {}
     for run in results["runs"]:
         methods.setdefault(run["method"], []).append(run["summary"])
@@ -75,6 +77,31 @@ def render(results: Results) -> str:
         lines.append([f"*{cell}*" for cell in cells])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"`{results['command']}`\n\n{table}\n\n*{foot(results, 'in %, ' if fractions else '')}*"
+
+
+def render_bench(results: Results) -> str:
+    """The command, a Markdown table with a row per case, and where it was measured."""
+    rows = results["rows"]
+    columns = results.get("columns") or list(dict.fromkeys(key for row in rows for key in row if key != "case"))
+    lines = [["case", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[row["case"], *(figure(row.get(key)) for key in columns)] for row in rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    three = any(isinstance(row.get(key), list) for row in rows for key in columns)
+    note = "Three figures are minimum / median / maximum. " if three else ""
+    where = f"{note}{results['machine']}, commit {results['commit']}; {versions}"
+    return f"`{results['command']}`\n\n{table}\n\n*{where}*"
+
+
+def figure(value: Any) -> str:
+    """A figure of a benchmark with three significant digits; several with slashes between; a dash for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return " / ".join(figure(one) for one in value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)
 
 
 def spread(values: Sequence[float | None], scale: float) -> str:

@@ -1,10 +1,12 @@
 """What all recipes share: their command line, the choice of methods, and where real data lie."""
 
 import inspect
+import json
 import os
+import platform
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +96,41 @@ def library_commit() -> str:
     where = Path(__file__).parent
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=where, capture_output=True, text=True)
     return git.stdout.strip() or "unknown"
+
+
+def save_bench(
+    rows: Sequence[Mapping[str, Any]],
+    command: str,
+    out: Path | None,
+    columns: Sequence[str] | None = None,
+    **facts: Any,
+) -> dict[str, Any]:
+    """Put a benchmark's figures together with where they come from, and write them if ``out`` is given.
+
+    Args:
+        rows: One per case, under ``"case"`` its name; figures are numbers, texts, or ``[min, median, max]``.
+        command: The command line that made them.
+        out: JSON file, e.g. in ``docs/results``; ``docs/make_tables.py`` makes a table of it.
+        columns: Figures that the table shows, in order; by default all.
+        **facts: Whatever else belongs to the figures, as JSON.
+
+    Returns:
+        What was written.
+    """
+    import torch
+
+    cores = f"{processor()}, {os.cpu_count()} cores"
+    results: dict[str, Any] = {"command": command, "commit": library_commit(), "machine": cores}
+    results["versions"] = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    results |= {**facts, **({} if columns is None else {"columns": list(columns)}), "rows": [dict(row) for row in rows]}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return results
+
+
+def processor() -> str:
+    """The processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.machine())

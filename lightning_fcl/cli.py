@@ -1,13 +1,12 @@
-"""The command line: ``lightning-fcl fit|report|compare|analyse``. Help loads no torch; commands load what they need."""
+"""The command line: ``lightning-fcl fit|doctor|report|compare|analyse``. Help loads no torch."""
 
-import os
 import sys
 from argparse import ArgumentParser as PlainParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace
 from typing_extensions import override
 
 from lightning_fcl.exceptions import FCLError
@@ -27,8 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the program's name; by default those of this process.
 
     Returns:
-        0 if all went well, 1 if the library refused or a report cannot be written (one line on standard error), 130 if
-        interrupted. Other errors, such as those of the user's own module, are raised as they are.
+        0 if all went well, 1 if the library refused, a report cannot be written (one line on standard error), or the
+        doctor found something wrong, 130 if interrupted. Other errors, such as those of the user's own module, are
+        raised as they are.
 
     Raises:
         SystemExit: After help (0), or with code 2 and one line on standard error if the arguments are wrong.
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = _Parser(prog=f"lightning-fcl {words[0]}", description=summary)
     command.add_argument("--config", action="config", help="YAML file with these options; may be given several times.")
     try:
-        run(command, words[1:])
+        code = run(command, words[1:])
     except (FCLError, OSError) as error:
         if run is _fit and not isinstance(error, FCLError):  # perhaps of the user's own code
             raise
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{command.prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    return 0
+    return code or 0
 
 
 class _Commands(PlainParser):
@@ -84,51 +84,16 @@ def _one_line(message: object) -> str:
 def _fit(parser: _Parser, words: list[str]) -> None:
     import lightning as L
 
-    from lightning_fcl.data.stream import TaskStream
-    from lightning_fcl.federated.trainer import FederatedTrainer
+    from lightning_fcl._run_config import add_run_arguments, instantiate
 
-    set_parsing_settings(instantiate_subclass_spec_in_any=True)  # data sets, loggers and strategies may be of any type
-    sys.path.insert(0, os.getcwd())  # so that class_path finds the user's modules, as `python script.py` would
-    parser.add_class_arguments(FederatedTrainer, "trainer")
-    parser.add_argument("--model", type=L.LightningModule, required=True, help="The module to train.")
-    parser.add_argument(
-        "--stream",
-        type=TaskStream,
-        required=True,
-        help="Tasks and clients. `class_path` is TaskStream, one of its class methods, or any function that returns "
-        "one, e.g. lightning_fcl.data.digit_stream.",
-    )
-    parser.add_argument(
-        "--ckpt_path", type=str | None, help="`last` or `auto` resumes run_dir; or the path of a committed round."
-    )
+    add_run_arguments(parser)
     config = parser.parse_args(words)
     L.seed_everything(config.trainer.seed, verbose=False)  # for the module's initialisation
-    made = _instantiate(parser, config)
+    made = instantiate(parser, config)
     _keep_config(parser, config, made.trainer)
     report = made.trainer.fit(made.model, made.stream, ckpt_path=config.ckpt_path)
     if made.trainer.is_global_zero:
         print(report, f"report: {report.run_dir / 'report.html'}", sep="\n")
-
-
-def _instantiate(parser: _Parser, config: Namespace) -> Namespace:
-    """The objects of a configuration; what a constructor raises comes out as it is."""
-    failures: list[Exception] = []
-
-    def make(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return kind(*args, **kwargs)
-        except Exception as error:
-            failures.append(error)
-            raise
-
-    try:
-        made: Namespace = parser.instantiate(config, instantiators=[(make, object, True)])
-    except ValueError:
-        # where several types are allowed, jsonargparse tells of all that it tried and hides what went wrong
-        if failures:
-            raise failures[-1] from None
-        raise
-    return made
 
 
 def _keep_config(parser: _Parser, config: Namespace, trainer: "FederatedTrainer") -> None:
@@ -211,8 +176,15 @@ def _analyse(parser: _Parser, words: list[str]) -> None:
     command.run(parser, words)
 
 
-_COMMANDS: Final[dict[str, tuple[Callable[[_Parser, list[str]], None], str]]] = {
+def _doctor(parser: _Parser, words: list[str]) -> int:
+    from lightning_fcl import _doctor as command
+
+    return command.run(parser, words)
+
+
+_COMMANDS: Final[dict[str, tuple[Callable[[_Parser, list[str]], int | None], str]]] = {
     "fit": (_fit, "Train a module over a stream of tasks."),
+    "doctor": (_doctor, "Examine a configuration of fit by a dry run: gradients, bytes, memory, time."),
     "report": (_report, "Draw the figures and the page of a run anew, and print its table."),
     "compare": (_compare, "Compare methods over runs or run a suite of them: mean and deviation over seeds."),
     "analyse": (_analyse, "Rounds to targets, sharpness, features and anchors of finished runs."),

@@ -1,8 +1,10 @@
 """Trees of tensors and plain values to safetensors and back; nothing is ever unpickled."""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,56 @@ def dump_tree(tree: Any) -> bytes:
     """
     from safetensors.torch import save  # late: `import lightning_fcl` loads nothing that Lightning does not load
 
+    return save(*flatten_tree(tree))
+
+
+def flatten_tree(tree: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a tree by a short name, and the skeleton that puts them back, as safetensors' metadata."""
     tensors: dict[str, Tensor] = {}
-    skeleton = _encode(tree, tensors, "state")
-    return save(tensors, metadata={_TREE: json.dumps(skeleton, allow_nan=True)})
+    skeleton = _encode(tree, tensors, set(), "state")
+    return tensors, {_TREE: json.dumps(skeleton, allow_nan=True)}
 
 
 def save_tree(tree: Any, path: str | Path) -> None:
-    """Write :func:`dump_tree` of ``tree`` to ``path`` through a temporary file and a rename."""
-    write_atomic(Path(path), dump_tree(tree))
+    """Write ``tree`` as :func:`dump_tree` encodes it to ``path`` through a temporary file and a rename."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_tensors(temporary, *flatten_tree(tree))
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None, *, digest: bool = False
+) -> str:
+    """Write a safetensors file from the tensors' own memory and wait until the disk has it.
+
+    Args:
+        path: Target; its folder must exist.
+        tensors: On the CPU, contiguous; no two may overlap.
+        metadata: Texts for the file's header.
+        digest: Hash the file while the disk writes.
+
+    Returns:
+        The SHA-256 of the file in hexadecimal digits; empty without ``digest``.
+
+    Raises:
+        OSError: If the disk refuses.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    with path.open("rb") as file, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(hashlib.file_digest, file, "sha256") if digest else None
+        os.fsync(file.fileno())
+        return found.result().hexdigest() if found else ""
 
 
 def load_tree(path: str | Path) -> Any:
@@ -75,37 +119,25 @@ def load_bytes(data: bytes) -> Any:
     return _decode(skeleton, load_tensors(data))
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write ``data`` so that ``path`` holds either all of it or what it held before.
-
-    Args:
-        path: Target; its folder must exist.
-        data: The bytes.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _encode(node: Any, tensors: dict[str, Tensor], where: str) -> Any:
+def _encode(node: Any, tensors: dict[str, Tensor], seen: set[int], where: str) -> Any:
     if isinstance(node, Tensor):
         key = str(len(tensors))
-        # clone: safetensors refuses tensors that share storage, and views would drag their whole storage along
-        tensors[key] = node.detach().to("cpu", copy=True).contiguous()
+        tensor = node.detach().cpu().contiguous()
+        # safetensors refuses tensors that share memory
+        tensors[key] = tensor.clone() if tensor.untyped_storage().data_ptr() in seen else tensor
+        seen.add(tensor.untyped_storage().data_ptr())
         return {_REF: key}
     if isinstance(node, Mapping):
         if all(isinstance(k, str) for k in node):
-            return {k: _encode(v, tensors, f"{where}[{k!r}]") for k, v in node.items()}
-        return {_MAP: [[_encode(k, tensors, where), _encode(v, tensors, f"{where}[{k!r}]")] for k, v in node.items()]}
+            return {k: _encode(v, tensors, seen, f"{where}[{k!r}]") for k, v in node.items()}
+        return {
+            _MAP: [
+                [_encode(k, tensors, seen, where), _encode(v, tensors, seen, f"{where}[{k!r}]")]
+                for k, v in node.items()
+            ]
+        }
     if isinstance(node, list | tuple):
-        items = [_encode(item, tensors, f"{where}[{i}]") for i, item in enumerate(node)]
+        items = [_encode(item, tensors, seen, f"{where}[{i}]") for i, item in enumerate(node)]
         return {_TUPLE: items} if isinstance(node, tuple) else items
     if node is None or isinstance(node, bool | int | float | str):
         return node

@@ -31,7 +31,7 @@ def main(
     out: Path = Path("runs/fcit_llava"),
     seed: int = 0,
     seeds: int = 1,
-    method: str | list[str] | None = None,
+    method: str | list[str] = "demo",
     model: str = str(TINY_LLAVA),
     data_dir: Path | None = None,
     scenario: Literal["hom", "het"] = "hom",
@@ -69,8 +69,8 @@ def main(
         seed: Seeds data, shares, sampling and every client's draws.
         seeds: Number of seeds, from ``seed`` on.
         method: ``zero-shot``, ``joint`` (all data at once), ``finetune``, ``ewc``, ``o-lora``, ``m-lora``, ``moelora``,
-            ``disco``, ``disco-fedavgm`` (``-fedadam``, ``-fedyogi``, ``-fedadagrad``); several, or ``all`` (without the
-            latter four); or ``ablation``, which trains DISCO once and scores it under every activation.
+            ``disco``, ``disco-fedavgm`` (``-fedadam``, ``-fedyogi``, ``-fedadagrad``); several; ``demo`` (finetune and
+            disco); ``all`` (but the latter four); ``ablation``: DISCO trained once and scored under every activation.
         model: Folder or hub id of a LLaVA-like model.
         data_dir: Folder of instruction files; without it, drawn pictures.
         scenario: Whether all clients train the same task in a stage, or several.

@@ -2,6 +2,7 @@
 
     python recipes/fedcmm_events.py                        # table I on drawn posts: a few minutes
     python recipes/fedcmm_events.py --table 2 --seeds 3    # which of the three parts does what
+    python recipes/fedcmm_events.py --model tiny           # a LLaVA-like model names the events; any folder or hub id
     python recipes/fedcmm_events.py --data-dir DIR         # real posts, as ``load_event_folder`` reads them
 
 FedCMM is three parts, none of which knows of another: ``TSGA`` merges, ``ModalityEWC`` holds on to weights,
@@ -11,7 +12,6 @@ places but no event; real ones meet it untrained. See docs/guides/fedcmm-events.
 """
 
 import math
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -19,49 +19,15 @@ from typing import Any, Literal
 import lightning as L
 from lightning.fabric.utilities import rank_zero_only
 
-from lightning_fcl import EWC, TSGA, EmbeddingReplay, FederatedTrainer, FedProx, ModalityEWC, TaskStream
+from lightning_fcl import FederatedTrainer, TaskStream
 from lightning_fcl._recipes import chosen_methods, command_line, real_data
 from lightning_fcl.callbacks import ModalityDrift
-from lightning_fcl.data import EventPosts, LabelDirichlet, cue_posts, drawn_events, event_stream, load_event_folder
-from lightning_fcl.models import EventClassifier, TwoTower, event_log_likelihood, pretrain_towers
+from lightning_fcl.data import EventPosts, InstructionDataset, LabelDirichlet, as_list, event_stream
+from lightning_fcl.mllm import answer_log_likelihood
+from lightning_fcl.models import event_log_likelihood
+from lightning_fcl.models.tiny_llava import TINY_LLAVA
 from lightning_fcl.reports import FEDCMM, compare, event_figures, save_figures
-
-Options = dict[str, Any]
-
-
-def fedcmm(ewc: str = "per_group", replay: bool = True, tsga: bool = True, **strength: float) -> Options:
-    """The three parts, or some of them; strengths by modality."""
-    strengths = {"vision": 0.03, "language": 0.03, "projector": 0.03, **strength}
-    options: Options = {"normalise": ewc, "log_likelihood": event_log_likelihood}
-    parts: list[L.Callback] = [ModalityEWC(strengths, **options)] if ewc else []
-    parts += [EmbeddingReplay(lr=3e-3, fit_batch_size=8)] if replay else []
-    return {"callbacks": parts, **({"aggregator": TSGA(0.5)} if tsga else {})}
-
-
-# What tables call it, and what makes it.
-METHODS: dict[str, tuple[str, Callable[[], Options]]] = {
-    "joint": ("Joint", dict),
-    "fine-tuning": ("Fine-tuning", dict),
-    "fedavg": ("FedAvg-CL", dict),
-    "fedprox": ("FedProx-CL", lambda: {"callbacks": [FedProx(0.1)]}),
-    "ewc": ("EWC-FL", lambda: {"callbacks": [EWC(100.0, log_likelihood=event_log_likelihood)]}),
-    "fedcmm": ("FedCMM", fedcmm),
-    "no-ewc": ("FedCMM without MA-EWC", lambda: fedcmm(ewc="")),
-    "no-replay": ("FedCMM without PPFR", lambda: fedcmm(replay=False)),
-    "no-tsga": ("FedCMM without TSGA", lambda: fedcmm(tsga=False)),
-    "uniform": ("FedCMM, uniform EWC", lambda: fedcmm(ewc="global")),
-    "vision": ("FedCMM, vision only", lambda: fedcmm(language=0.0, projector=0.0)),
-    "language": ("FedCMM, language only", lambda: fedcmm(vision=0.0, projector=0.0)),
-}
-# By table, the methods, and the settings: Dirichlet's alpha, share of clients behind, what tables call it.
-SYNC = (0.5, 0.0, "")
-TABLES: dict[int, tuple[list[str], list[tuple[float, float, str]]]] = {
-    1: (list(METHODS)[:6], [SYNC, (0.1, 0.0, ", alpha 0.1")]),
-    2: (["fedavg", "no-ewc", "no-replay", "no-tsga", "fedcmm"], [SYNC]),
-    3: (["no-ewc", "uniform", "vision", "language", "fedcmm"], [SYNC]),
-    4: (["fedavg", "ewc", "fedcmm"], [SYNC, (0.5, 0.3, ", 30 % behind")]),
-    5: (["fedavg", "ewc", "fedcmm", "joint"], [SYNC]),
-}
+from lightning_fcl.suites.fedcmm import TABLES, TITLES, Strengths, event_module, event_posts, fedcmm_rules
 
 
 def main(
@@ -71,9 +37,17 @@ def main(
     table: Literal[1, 2, 3, 4, 5] = 1,
     method: str | list[str] = "all",
     data_dir: Path | None = None,
+    model: str | None = None,
     smoke: bool = False,
     rounds: int = 12,
-    lr: float = 1e-3,
+    lr: float | None = None,
+    ewc: float = 300.0,
+    strength: float = 0.3,
+    vision: float | None = None,
+    language: float | None = None,
+    projector: float | None = None,
+    threshold: float | Literal["auto"] = 0.5,
+    replay: float = 3.0,
 ) -> dict[str, dict[str, Any]]:
     """Train, report and compare.
 
@@ -84,26 +58,46 @@ def main(
         table: Which of the paper's tables to make.
         method: One or several, or all of the table's.
         data_dir: Folder with real posts; without it and ``$FCL_DATA``, posts are drawn and written.
+        model: Folder or hub id of a LLaVA-like model that names events (``tiny``: the shipped one), not a classifier.
         smoke: End in seconds: few posts, three rounds of two clients.
         rounds: Rounds per task.
-        lr: Learning rate of the clients' AdamW in a task's first round; it falls to nearly zero by the last one.
+        lr: Learning rate of AdamW in a task's first round, by default 1e-3 (with a ``model`` 2e-3); falls to nearly 0.
+        ewc: Strength of EWC-FL.
+        strength: Of FedCMM's MA-EWC, for all modalities.
+        vision: In the place of ``strength`` for the vision tower.
+        language: The same for the language part.
+        projector: The same for the projector.
+        threshold: Of TSGA, or ``auto``.
+        replay: Weight of the rehearsal's loss.
 
     Returns:
         The figures of each run, by the name of its folder.
     """
     names, settings = TABLES[table]
-    chosen = names if method == "all" else chosen_methods(method, METHODS)
+    chosen = names if method == "all" else chosen_methods(method, TITLES)
+    own = {"vision": vision, "language": language, "projector": projector}
+    by_group: dict[str, Any] = {group: strength if value is None else value for group, value in own.items()}
+    strengths = Strengths(ewc=ewc, threshold=threshold, replay=replay, **by_group)
     folder = real_data(data_dir, "mediaeval_events")
-    posts = drawn_events(*((24, 8) if smoke else (120, 40))) if folder is None else load_event_folder(folder)
+    model = str(TINY_LLAVA) if model == "tiny" else model
+    posts = event_posts(folder, ask=model is not None, small=smoke)
+    likelihood = event_log_likelihood if model is None else answer_log_likelihood
     reports, figures = [], {}
     for one, (alpha, lag, note), name in product(range(seed, seed + seeds), settings, chosen):
         shares = LabelDirichlet(alpha, min_examples=1)
         stream = event_stream(posts, clients=3 if smoke else 10, partition=shares, batch_size=8, seed=one, lag=lag)
         stream = stream.joint() if name == "joint" else stream.pooled() if name == "fine-tuning" else stream
         L.seed_everything(one, verbose=False)
-        module = EventClassifier(make_net(folder is None, 200 if smoke else 600), lr=lr)
+        lessons = None if folder else 200 if smoke else 600
+        module = event_module(
+            posts.names, model=model, posts=lessons, lr=lr, lwf=strengths.lwf if name == "lwf" else None
+        )
         run_dir = out / f"{name}-alpha{alpha}-lag{lag}-seed{one}"
-        trainer = make_trainer(name, note, 2 if smoke else 5, 3 if smoke else rounds, run_dir=run_dir, seed=one)
+        rules = fedcmm_rules(name, likelihood, strengths)
+        rules["callbacks"] = [*rules.get("callbacks", ()), ModalityDrift(log_likelihood=likelihood)]
+        alone = name in ("joint", "fine-tuning")  # what learns in one place has one client
+        rules |= {"method": TITLES[name] + note, "clients_per_round": 1 if alone else 2 if smoke else 5}
+        trainer = make_trainer(min(rounds, 3) if smoke else rounds, run_dir=run_dir, seed=one, **rules)
         reports.append(report := trainer.fit(module, stream, ckpt_path="auto"))
         figures[run_dir.name] = {**event_figures(report), **on_new_pictures(trainer, module, posts)}
         save_figures(report, figures[run_dir.name])
@@ -113,27 +107,15 @@ def main(
     return {report.run_dir.name: {**report.summary, **figures[report.run_dir.name]} for report in reports}
 
 
-def make_net(drawn: bool, posts: int) -> TwoTower:
-    """A new network; for drawn posts one that has learned to see and to read, from so many posts of no event."""
-    net = TwoTower() if drawn else TwoTower(image_size=32, vocabulary=4096, rank=0)
-    if drawn:
-        pretrain_towers(net, cue_posts(posts))
-    return net
-
-
-def make_trainer(name: str, note: str, sampled: int, rounds: int, **options: Any) -> FederatedTrainer:
-    """A trainer with the method's parts; what learns in one place has one client."""
-    title, parts = METHODS[name]
-    options |= {"callbacks": [], **parts()}
-    options["callbacks"] = [*options["callbacks"], ModalityDrift()]
+def make_trainer(rounds: int, **rules: Any) -> FederatedTrainer:
+    """A trainer of a method's parts, with a rate that falls within each task."""
     return FederatedTrainer(
-        method=title + note,
         rounds=rounds,
-        clients_per_round=1 if name in ("joint", "fine-tuning") else sampled,
         lr_factor=lambda task, round: 0.5 * (1 + math.cos(math.pi * round / rounds)) + 0.02,
         measure_baseline=False,  # the paper's FWT has none
         eval_every=1,
-        **{"accelerator": "cpu", "devices": 1, **options},
+        score="val_acc",
+        **{"accelerator": "cpu", "devices": 1, **rules},
     )
 
 
@@ -141,7 +123,10 @@ def on_new_pictures(trainer: FederatedTrainer, module: L.LightningModule, posts:
     """Score on real posts whose pictures nobody trained on."""
     if posts.unseen is None:
         return {}
-    unseen = TaskStream.from_datasets([posts.unseen], [posts.unseen], clients=1, eval_batch_size=256)
+    collate = as_list if isinstance(posts.unseen, InstructionDataset) else None
+    unseen = TaskStream.from_datasets(
+        [posts.unseen], [posts.unseen], clients=1, eval_batch_size=256, collate_fn=collate
+    )
     return {"new pictures": trainer.validate(module, unseen)[0]["val_acc"]}
 
 

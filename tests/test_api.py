@@ -20,6 +20,7 @@ NOBODYS_INVENTION = {  # arithmetic and interfaces, without a paper behind them
     "lightning_fcl.aggregators.base",
     "lightning_fcl.aggregators.router",
     "lightning_fcl.aggregators.rows",
+    "lightning_fcl.functional.costs",
     "lightning_fcl.functional.distances",
     "lightning_fcl.functional.expand",
     "lightning_fcl.functional.mean",

@@ -244,6 +244,7 @@ def test_events_are_learned_by_methods_and_bounds(load, tmp_path, capsys):
     assert printed.endswith(f"report: {tmp_path / folders[-1] / 'report.html'}\n")
     saved = json.loads((tmp_path / folders[1] / "figures.json").read_text())
     assert saved["drift vision"] > 0
+    assert saved["drift language weighted"] > 0  # fine-tuning has no importances: they are the drift's own
     assert saved["rounds to 75"] is None
 
 
@@ -256,6 +257,16 @@ def test_all_tables_of_fedcmm(load, tmp_path, table):
     assert len(figures) == len(methods) * len(settings)
     reports = [RunReport.load(tmp_path / name) for name in figures]
     assert {report.method for report in reports} == set(recipe.FEDCMM[table].rows)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:fisher_diagonal runs sample by sample")
+def test_a_language_model_names_the_events(load, tmp_path):
+    pytest.importorskip("transformers")
+    figures = load("fedcmm_events").main(out=tmp_path, smoke=True, rounds=1, table=2, method="fedcmm", model="tiny")
+    run = tmp_path / "fedcmm-alpha0.5-lag0.0-seed0"
+    assert figures[run.name]["drift projector weighted"] > 0
+    assert "loss/replay" in (run / "metrics.csv").read_text()
 
 
 @pytest.mark.skipif("FCL_DATA" not in os.environ, reason="set FCL_DATA to a folder that holds mediaeval_events")

@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -72,7 +71,7 @@ class FedExP(ServerStep):
     def apply(self, params: Tensor, delta: Tensor, stats: RoundStats, state: Any) -> tuple[Tensor, Any]:
         trained = delta[: stats.num_params]
         epsilon = self.epsilon * self.lr_decay ** (2 * state["rounds"])
-        square_norm = delta_dot(trained, torch.zeros_like(trained))
+        square_norm = delta_dot(trained)
         factor = extrapolation(stats.square_norms, stats.weights, square_norm, epsilon)
         stats.logs["round/extrapolation"] = factor
         if factor != 1.0:

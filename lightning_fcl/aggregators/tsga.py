@@ -38,7 +38,7 @@ class TSGA(Reducer):
     number of ranks changes a bit. The round's log holds ``tsga/score/<client>`` (in federations of up to 100 clients),
     ``tsga/kept``, ``tsga/threshold`` and ``tsga/fallback`` (1 if nobody passed, and so all were kept).
 
-    A rank keeps the updates that it receives until the round ends, since the filter needs a second look at them.
+    A rank keeps the updates that it receives, since the filter needs a second look at them.
 
     Args:
         threshold: :math:`\tau`, the least cosine to the mean direction; -1 accepts everybody. What 0.5 demands depends
@@ -87,6 +87,7 @@ class TSGA(Reducer):
         self.result: TSGAResult | None = None
         self._compared: list[slice] | None = None
         self._tree = TreeSum(torch.empty(0), 0, range(0))
+        self._kept = torch.empty(0)  # the rows' memory, used again in every round
 
     @override
     def prepare(self, params: Mapping[str, slice]) -> None:
@@ -104,12 +105,14 @@ class TSGA(Reducer):
         self._reference, self._size, self._owned = reference, size, owned
         self._origin = self._part(reference)
         self._rows: dict[int, Tensor] = {}
+        if self._kept.shape != (len(owned), len(reference)) or self._kept.dtype != reference.dtype:
+            self._kept = reference.new_empty(len(owned), len(reference))
         self._norms: dict[int, float] = {}
         self._tree.restart(self._origin, size, owned)
 
     @override
     def add(self, position: int, row: Tensor, num_examples: float) -> None:
-        self._rows[position] = row.clone()
+        self._rows[position] = self._kept[position - self._owned.start].copy_(row)
         part = self._part(row)
         self._norms[position] = math.sqrt(delta_dot(part, self._origin))
         self._tree.add(position, part, unit_weight(self._norms[position]))
@@ -147,7 +150,7 @@ class TSGA(Reducer):
     def _score(self, partials: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
         """The scores of this rank's clients, by position."""
         direction = merge_nodes(partials) if partials else torch.zeros_like(self._origin, dtype=torch.float64)
-        length = math.sqrt(delta_dot(direction, torch.zeros_like(direction)))
+        length = math.sqrt(delta_dot(direction))
         dots = [delta_dot(self._part(row), self._origin, direction) for row in self._rows.values()]
         scores = similarity_scores(dots, list(self._norms.values()), length)
         return {(0, place): score.to(direction.device) for place, score in zip(self._rows, scores, strict=True)}

@@ -19,7 +19,7 @@ from lightning_fcl.callbacks.side_pass import as_in_training
 from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.functional.ewc import ewc_penalty_grad, merge_quadratics
 from lightning_fcl.functional.fisher import fisher_diagonal
-from lightning_fcl.functional.likelihood import classification_log_likelihood
+from lightning_fcl.functional.likelihood import LogLikelihood, classification_log_likelihood
 from lightning_fcl.types import MethodCard, Params
 
 Tree: TypeAlias = dict[str, Tensor]
@@ -106,14 +106,7 @@ class QuadraticMemory(ContinualCallback):
     def on_task_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         if not self.is_on:
             return
-        limit = trainer.num_training_batches
-        loader = islice(trainer.train_dataloader, None if math.isinf(limit) else int(limit))
-        batches = (as_in_training(trainer, pl_module, batch) for batch in loader)
-        importance = fisher_diagonal(pl_module, self.log_likelihood, batches, num_samples=self.num_samples)
-        if isinstance(trainer, L.Trainer) and trainer.world_size > 1:
-            # Each rank measured its own share; DistributedSampler makes the shares equal.
-            importance = {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in importance.items()}
-        importance = self.weigh(importance)
+        importance = self.weigh(task_fisher(trainer, pl_module, self.log_likelihood, self.num_samples))
         anchor = {name: weight.clone() for name, weight in weights_of(trainer, pl_module).items()}
         if self.shared:
             travelling = trainer.travelling
@@ -232,6 +225,27 @@ class EWC(QuadraticMemory):
     @override
     def pull(self, weights: Params, anchor: Params, importance: Params) -> dict[str, Tensor]:
         return ewc_penalty_grad(weights, anchor, importance, self.strength)
+
+
+def task_fisher(
+    trainer: Any, pl_module: L.LightningModule, log_likelihood: LogLikelihood, num_samples: int | None
+) -> Tree:
+    """Fisher diagonal on the training data of the task that has ended, by parameter name.
+
+    Args:
+        trainer: A ``lightning.Trainer`` or a client job's context, in ``on_task_end``.
+        pl_module: The module.
+        log_likelihood: ``f(module, batch) -> Tensor [B]``, log p(y|x) per example.
+        num_samples: Measure on so many examples; ``None`` for all.
+    """
+    limit = trainer.num_training_batches
+    loader = islice(trainer.train_dataloader, None if math.isinf(limit) else int(limit))
+    batches = (as_in_training(trainer, pl_module, batch) for batch in loader)
+    fisher = fisher_diagonal(pl_module, log_likelihood, batches, num_samples=num_samples)
+    if isinstance(trainer, L.Trainer) and trainer.world_size > 1:
+        # Each rank measured its own share; DistributedSampler makes the shares equal.
+        fisher = {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in fisher.items()}
+    return fisher
 
 
 def _joined(importance: Tree, anchor: Tree) -> Tree:

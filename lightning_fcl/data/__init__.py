@@ -7,6 +7,7 @@ from lightning_fcl.data.dirichlet import LabelDirichlet as LabelDirichlet
 from lightning_fcl.data.dirichlet import QuantityDirichlet as QuantityDirichlet
 from lightning_fcl.data.drawn_instructions import DRAWN_TASKS as DRAWN_TASKS
 from lightning_fcl.data.drawn_instructions import drawn_instructions as drawn_instructions
+from lightning_fcl.data.event_questions import event_questions as event_questions
 from lightning_fcl.data.events import EventPosts as EventPosts
 from lightning_fcl.data.events import cue_posts as cue_posts
 from lightning_fcl.data.events import drawn_events as drawn_events

@@ -3,7 +3,7 @@
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fcl._imports import optional_import
 from lightning_fcl.data.event_pictures import SCENES, draw_scene
+from lightning_fcl.data.instructions import InstructionDataset, as_list
 from lightning_fcl.data.partition import check_at_least
 from lightning_fcl.data.split import Partition
 from lightning_fcl.data.stream import TaskStream
@@ -56,12 +57,14 @@ class EventPosts(NamedTuple):
         test: Posts to evaluate on.
         names: Name of each label.
         unseen: Posts with pictures that ``train`` does not hold, or ``None``.
+        texts: The texts of each set's posts, in their order, by ``"train"``, ``"test"`` and ``"unseen"``.
     """
 
-    train: TensorDataset
-    test: TensorDataset
+    train: Any
+    test: Any
     names: tuple[str, ...]
-    unseen: TensorDataset | None = None
+    unseen: Any = None
+    texts: Mapping[str, Sequence[str]] = {}
 
 
 def hash_tokens(texts: Sequence[str], *, vocabulary: int = 512, length: int = 16) -> Tensor:
@@ -117,14 +120,15 @@ def drawn_events(
     check_at_least("test_posts", test_posts, 1)
     check_at_least("size", size, 12)
     rng = np.random.default_rng(seed)
-    sets = []
-    for count in (posts, test_posts):
+    sets, texts = [], {}
+    for part, count in (("train", posts), ("test", test_posts)):
         labels = np.repeat(np.arange(len(DRAWN_EVENTS)), count)
         cues = [list(DRAWN_EVENTS.values())[label] for label in labels]
         pictures = np.stack([draw_scene(scene, size, rng) for scene, _ in cues])
-        tokens = hash_tokens([_write(place, rng) for _, place in cues], vocabulary=vocabulary, length=length)
+        texts[part] = [_write(place, rng) for _, place in cues]
+        tokens = hash_tokens(texts[part], vocabulary=vocabulary, length=length)
         sets.append(TensorDataset(torch.from_numpy(pictures), tokens, torch.from_numpy(labels)))
-    return EventPosts(sets[0], sets[1], tuple(DRAWN_EVENTS))
+    return EventPosts(sets[0], sets[1], tuple(DRAWN_EVENTS), texts=texts)
 
 
 def cue_posts(
@@ -208,7 +212,8 @@ def load_event_folder(
             sets[name] = TensorDataset(torch.stack([pictures[row["image"]] for row in part]), tokens, labels)
     if not {"train", "test"} <= sets.keys():
         raise DatasetError(f"`path` must hold posts of the splits 'train' and 'test', got {sorted(sets)}.")
-    return EventPosts(sets["train"], sets["test"], tuple(events), sets.get("unseen"))
+    texts = {name: [row["text"] for row in part] for name, part in parts.items()}
+    return EventPosts(sets["train"], sets["test"], tuple(events), sets.get("unseen"), texts)
 
 
 def event_stream(
@@ -224,7 +229,7 @@ def event_stream(
     """Events as a class-incremental stream: each task brings new events, all tasks share one space of labels.
 
     Args:
-        posts: By default :func:`drawn_events`.
+        posts: By default :func:`drawn_events`; :func:`event_questions` makes them a stream of visual instructions.
         clients: Number of clients.
         tasks: Events per task.
         partition: How the posts of a task are shared, as in :meth:`TaskStream.from_datasets`.
@@ -250,6 +255,7 @@ def event_stream(
         partition=partition,
         batch_size=batch_size,
         eval_batch_size=256,
+        collate_fn=as_list if isinstance(posts.train, InstructionDataset) else None,
         seed=seed,
     )
     return stream.stages(lag=lag) if lag else stream

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fcl.exceptions import CheckpointError
-from lightning_fcl.serialize import dump_tree, load_tree
+from lightning_fcl.serialize import flatten_tree, load_tree, write_tensors
 from lightning_fcl.types import Params
 
 FORMAT = 1
@@ -63,22 +63,24 @@ class CheckpointFolder:
         Raises:
             CheckpointError: If the disk refuses; older commits are untouched.
         """
-        from safetensors.torch import save as dump_tensors
-
         final = self.path / f"round_{number:06d}"
         temporary = self.path / f".round_{number:06d}.{os.getpid()}.tmp"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            files = {MODEL: dump_tensors({n: t.cpu() for n, t in model.items()}), SERVER: dump_tree(server)}
-            hashes = {name: _write(temporary / name, data) for name, data in files.items()}
+            files = {
+                MODEL: ({name: tensor.cpu() for name, tensor in model.items()}, None),
+                SERVER: flatten_tree(server),
+            }
+            hashes = {name: write_tensors(temporary / name, *what, digest=True) for name, what in files.items()}
             manifest = {"format": FORMAT, "number": number, **manifest, "files": hashes}
-            _write(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
-            _sync_folder(temporary)
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            _sync(temporary / MANIFEST)
+            _sync(temporary)
             if final.exists():  # left behind by a run that was resumed from an earlier commit
                 shutil.rmtree(final)
             temporary.rename(final)
-            _sync_folder(self.path)
+            _sync(self.path)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"cannot write {str(final)!r}: {error}. Earlier commits are intact.") from error
@@ -169,15 +171,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _write(path: Path, data: bytes) -> str:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return hashlib.sha256(data).hexdigest()
-
-
-def _sync_folder(path: Path) -> None:
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,6 +24,7 @@ from lightning_fcl.exceptions import MisconfigurationError, NoTrainingError
 from lightning_fcl.federated.context import ClientContext
 from lightning_fcl.federated.deadline import Deadline
 from lightning_fcl.federated.engines.base import Engine
+from lightning_fcl.federated.engines.light import clear_gradients
 from lightning_fcl.federated.hooks import HookTable, overridden
 
 
@@ -54,6 +55,7 @@ class ModuleFacts:
     def __init__(self, engine: Engine) -> None:
         module = engine.module
         self.own_optimizer_step = overridden(module, "optimizer_step")
+        self.own_zero_grad = overridden(module, "optimizer_zero_grad")
         self.training_step_takes_index = takes_index(module.training_step)
         self.transfer = BatchTransfer(engine)
 
@@ -200,7 +202,10 @@ class LocalTraining:
             loss, extra = _loss_of(result, context.accumulate_grad_batches)
             if index % context.accumulate_grad_batches == 0:
                 self.hooks.call("on_before_zero_grad", context, self.module, optimizer)
-                self.module.optimizer_zero_grad(context.current_epoch, index, optimizer)
+                if self.facts.own_zero_grad:
+                    self.module.optimizer_zero_grad(context.current_epoch, index, optimizer)
+                else:
+                    clear_gradients(optimizer)
             if loss is not None:
                 context.strategy.backward(loss, optimizer)
                 outputs.update(loss=loss.detach(), **extra)

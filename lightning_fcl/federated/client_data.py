@@ -71,6 +71,7 @@ class PreloadedLoader:
         self.dataset = dataset
         self.batch_sampler = None
         self._shuffles = isinstance(plain.sampler, RandomSampler)
+        self._length = len(plain)
 
     def __getattr__(self, name: str) -> Any:
         if name == "plain":  # while being copied
@@ -78,14 +79,14 @@ class PreloadedLoader:
         return getattr(self.plain, name)
 
     def __len__(self) -> int:
-        return len(self.plain)
+        return self._length
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         torch.empty((), dtype=torch.int64).random_()  # a DataLoader draws its workers' base seed when it is opened
         return self._batches()
 
     def _batches(self) -> Iterator[list[Tensor]]:
-        count, batch_size, batches = len(self.dataset), self.plain.batch_size, len(self.plain)
+        count, batch_size, batches = len(self.dataset), self.plain.batch_size, self._length
         assert batch_size is not None
         if not self._shuffles:
             for start in range(0, batches * batch_size, batch_size):

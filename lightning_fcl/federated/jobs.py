@@ -22,6 +22,7 @@ from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.guard import all_finite
 from lightning_fcl.federated.hooks import HookTable
 from lightning_fcl.federated.state import RoundState
+from lightning_fcl.federated.structure import Structure
 from lightning_fcl.federated.uploads import check_upload
 from lightning_fcl.serialize import clone_tree
 from lightning_fcl.types import ClientUpdate, Metrics, Params
@@ -120,6 +121,7 @@ class ClientJobs:
         self.broadcast: Broadcasts = {}
         self.error: Exception | None = None
         self._facts = ModuleFacts(engine)
+        self._structure = Structure(engine.module)
         self._row = engine.layout.new_vector(engine.fabric.device)
         self._row_views = engine.layout.views(self._row)
         self._fresh = {c.state_key: clone_tree(c.state_dict()) for c in callbacks}
@@ -183,11 +185,11 @@ class ClientJobs:
             max_epochs=budget.epochs if budget.steps is None else -1,
             max_steps=-1 if budget.steps is None else budget.steps,
         )
-        trainable = {id(p) for p in engine.module.parameters() if p.requires_grad}
+        self._structure = self._structure if self._structure.holds() else Structure(engine.module)
         seed_generators(info.seed)
         training = LocalTraining(engine, self.hooks, context, loader, self._facts, timeout=budget.timeout)
         training.run(own.get("optimizers"))
-        self._check_trainable(trainable)
+        self._check_trainable()
         engine.read(self._row)
         if not all_finite(self._row):
             raise FloatingPointError("the weights after local training hold NaN or infinite values")
@@ -225,11 +227,13 @@ class ClientJobs:
 
     lr_factor: Callable[[JobInfo], float] = staticmethod(lambda info: 1.0)
 
-    def _check_trainable(self, before: set[int]) -> None:
+    def _check_trainable(self) -> None:
         """A layer that was unfrozen or replaced in a job would neither be sent nor reset."""
+        if self._structure.holds():
+            return
         now = {id(p): n for n, p in self.engine.module.named_parameters() if p.requires_grad}
-        if now.keys() != before:
-            strange = ", ".join(n for i, n in now.items() if i not in before) or "fewer than before"
+        if now.keys() != self._structure.trainable:
+            strange = ", ".join(n for i, n in now.items() if i not in self._structure.trainable) or "fewer than before"
             raise FCLError(
                 f"the trainable parameters changed during a client's job ({strange}). What is trained must stay the "
                 "same for the whole run: freeze, unfreeze and replace layers before `fit`."

@@ -143,7 +143,9 @@ class RoundRunner:
 
     def _download(self, state: RoundState, client: int) -> RoundState:
         """The state with the weights that ``client`` starts from."""
-        return state if state.phase == "boundary" else replace(state, params=self._start_of(client))
+        if state.phase == "boundary" or (start := self._start_of(client)) is state.params:
+            return state
+        return replace(state, params=start)
 
     def _add(self, client: int, row: Tensor, num_examples: float) -> None:
         self.chain.reducer.add(self.positions[client], row, num_examples)

@@ -11,6 +11,13 @@ from lightning_fcl.functional.class_anchors import input_box as input_box
 from lightning_fcl.functional.continual import average_accuracy as average_accuracy
 from lightning_fcl.functional.continual import average_score as average_score
 from lightning_fcl.functional.continual import last_score as last_score
+from lightning_fcl.functional.costs import LinkSeconds as LinkSeconds
+from lightning_fcl.functional.costs import ShardedMemory as ShardedMemory
+from lightning_fcl.functional.costs import Traffic as Traffic
+from lightning_fcl.functional.costs import exact_mean_bytes as exact_mean_bytes
+from lightning_fcl.functional.costs import link_seconds as link_seconds
+from lightning_fcl.functional.costs import run_traffic as run_traffic
+from lightning_fcl.functional.costs import sharded_memory as sharded_memory
 from lightning_fcl.functional.curves import ewma as ewma
 from lightning_fcl.functional.curves import rounds_to_best as rounds_to_best
 from lightning_fcl.functional.curves import rounds_to_target as rounds_to_target

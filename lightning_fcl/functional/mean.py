@@ -1,9 +1,13 @@
 """Exact weighted sums of flat updates: float64, tile by tile, along one fixed binary tree, rounded once."""
 
+import math
+
 import torch
 from torch import Tensor
 
-_BUFFER_ELEMENTS = 65_536  # of float64: all rows of a tile fit into a core's L2 cache
+_BUFFER_ELEMENTS = 262_144  # of float64: a tile of all rows lies in cache, and few calls are made
+_DOT_ELEMENTS = 65_536  # a tile of a dot product, whose bits depend on it
+_FLOAT32_SAFE = 1e-20  # a sum of float32 products below this may have lost products that vanished
 
 
 def tree_sum(rows: Tensor) -> Tensor:
@@ -30,7 +34,8 @@ def tree_sum(rows: Tensor) -> Tensor:
             f"`rows` must be float64 of shape (K, n) with K >= 1, got {rows.dtype} of shape {tuple(rows.shape)}. "
             "Convert with `rows.double()`: rounding comes last."
         )
-    return _tree_sum_(rows.detach().clone()).clone()
+    rows = rows.detach()
+    return _tree_sum_(rows.clone(), torch.empty_like(rows[0]))
 
 
 def weighted_mean(updates: Tensor, weights: Tensor) -> Tensor:
@@ -102,12 +107,15 @@ def weighted_delta_sum(rows: Tensor, reference: Tensor, weights: Tensor, out: Te
 
 
 @torch.no_grad()
-def delta_dot(row: Tensor, reference: Tensor, direction: Tensor | None = None) -> float:
-    """Inner product of a delta with a direction, in float64 and without a float64 copy of either.
+def delta_dot(row: Tensor, reference: Tensor | None = None, direction: Tensor | None = None) -> float:
+    """Inner product of a delta with a direction; tiles in float32, their sum in float64.
+
+    Float32 products are three times as fast as float64 ones, and short sums of them lose nothing that matters: the
+    error is below 1e-6 of the product of the lengths. Where they overflow, or vanish, all is done again in float64.
 
     Args:
         row: New weights, shape ``(P,)``.
-        reference: Old weights, shape ``(P,)``.
+        reference: Old weights, shape ``(P,)``; zeros by default.
         direction: Shape ``(P,)``; by default the delta itself, which gives its squared length.
 
     Returns:
@@ -117,12 +125,22 @@ def delta_dot(row: Tensor, reference: Tensor, direction: Tensor | None = None) -
         >>> delta_dot(torch.tensor([4.0, 6.0]), torch.tensor([1.0, 2.0]))
         25.0
     """
+    found = 0.0
+    if row.dtype != torch.float64:
+        found = _delta_dot(row, reference, direction, torch.float32)
+    small = abs(found) < _FLOAT32_SAFE
+    return _delta_dot(row, reference, direction, torch.float64) if small or not math.isfinite(found) else found
+
+
+def _delta_dot(row: Tensor, reference: Tensor | None, direction: Tensor | None, dtype: torch.dtype) -> float:
     total = torch.zeros((), dtype=torch.float64, device=row.device)
-    tile = _BUFFER_ELEMENTS // 2
-    for start in range(0, len(row), tile):
-        part = slice(start, start + tile)
-        delta = row[part].double() - reference[part]
-        total += delta.dot(delta if direction is None else direction[part].double())
+    buffer = torch.empty(min(_DOT_ELEMENTS, len(row)), dtype=dtype, device=row.device)
+    for start in range(0, len(row), _DOT_ELEMENTS):
+        part = slice(start, start + _DOT_ELEMENTS)
+        delta = row[part].to(dtype)
+        if reference is not None:
+            delta = torch.sub(delta, reference[part].to(dtype), out=buffer[: len(delta)])
+        total += delta.dot(delta if direction is None else direction[part].to(dtype))
     return total.item()
 
 
@@ -139,17 +157,17 @@ def _weighted_sum(rows: Tensor, weights: Tensor, reference: Tensor | None = None
         block = buffer[:, : end - start].copy_(rows[:, start:end])
         if reference is not None:
             block.sub_(origin[: end - start].copy_(reference[start:end]))
-        out[start:end] = _tree_sum_(block.mul_(column))  # separate products and sums: no fused rounding anywhere
+        _tree_sum_(block.mul_(column), out[start:end])  # separate products and sums: no fused rounding anywhere
     return out
 
 
-def _tree_sum_(rows: Tensor) -> Tensor:
-    """Sum into row 0, in place: at distance 1, then 2, then 4, which is the left-complete tree."""
-    step = 1
-    while step < len(rows):
-        rows[: len(rows) - step : 2 * step].add_(rows[step :: 2 * step])
+def _tree_sum_(rows: Tensor, out: Tensor) -> Tensor:
+    """Sum into ``out``, spoiling ``rows``: at distance 1, then 2, then 4, which is the left-complete tree."""
+    step, count = 1, len(rows)
+    while 2 * step < count:
+        rows[: count - step : 2 * step].add_(rows[step :: 2 * step])
         step *= 2
-    return rows[0]
+    return torch.add(rows[0], rows[step], out=out) if step < count else out.copy_(rows[0])
 
 
 def _check_rows(name: str, rows: Tensor, weights: Tensor) -> None:

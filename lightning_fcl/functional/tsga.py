@@ -69,11 +69,11 @@ def tsga(
     if not torch.isfinite(updates).all():
         raise ValueError("`updates` must be finite, got NaN or infinity. Drop such clients first.")
     origin = updates.new_zeros(updates.shape[1])
-    norms = [delta_dot(row, origin) ** 0.5 for row in updates]
+    norms = [delta_dot(row) ** 0.5 for row in updates]
     units = torch.tensor([unit_weight(norm) for norm in norms], dtype=torch.float64)
     direction = weighted_delta_sum(updates, origin, units)
-    length = delta_dot(direction, torch.zeros_like(direction)) ** 0.5
-    dots = [delta_dot(row, origin, direction) for row in updates]
+    length = delta_dot(direction) ** 0.5
+    dots = [delta_dot(row, None, direction) for row in updates]
     scores = similarity_scores(dots, norms, length)
     accepted, _ = accept_similar(scores, resolve_threshold(threshold, len(scores)))
     weights = tsga_weights(scores, accepted, num_examples.cpu(), weighting)

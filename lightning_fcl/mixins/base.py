@@ -168,9 +168,10 @@ class LossTermsMixin(L.LightningModule):
             result = inner(*args, **kwargs)
         if result is None:
             return None
-        terms = self.loss_terms(_only(caught, "training_step"), batch)
+        outputs = _only(caught, "training_step")
+        terms = self.loss_terms(outputs, batch)
         for name, term in terms.items():
-            self.log(f"loss/{name}", term.detach())
+            self.log(f"loss/{name}", term.detach(), batch_size=len(outputs.logits))  # batches may be of any form
         loss, weight = result["loss"] if isinstance(result, Mapping) else result, self.own_loss_weight()
         loss = sum(terms.values(), loss if weight == 1 else weight * loss)
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss

@@ -207,6 +207,16 @@ class MultimodalInstructionModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def instruction_module(path: str | Path, **options: Any) -> MultimodalInstructionModule:
+    """:meth:`MultimodalInstructionModule.from_pretrained` as a function, which a YAML file can name.
+
+    Args:
+        path: Folder of the model, or its name on the Hugging Face Hub.
+        **options: As there.
+    """
+    return MultimodalInstructionModule.from_pretrained(path, **options)
+
+
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What of a batch the model reads."""
     return {name: value for name, value in batch.items() if name not in _NO_INPUTS}

@@ -21,8 +21,8 @@ from lightning_fcl.mllm.questions import QuestionEmbeddings
 from lightning_fcl.models import add_experts, add_subspaces, subspace_layers
 
 METHODS = ("zero-shot", "joint", "finetune", "ewc", "o-lora", "m-lora", "moelora", "disco")
-GROUPS: Mapping[str, Sequence[str]] = {"all": METHODS, "ablation": ("disco",), "None": ("finetune", "disco")}
-"""What the recipe's ``method`` may say beside names; ``None`` is its default."""
+GROUPS: Mapping[str, Sequence[str]] = {"all": METHODS, "ablation": ("disco",), "demo": ("finetune", "disco")}
+"""What the recipe's ``method`` may say beside names."""
 SERVER_STEPS: Mapping[str, Callable[[], Any]] = {
     "disco-fedavgm": partial(FedAvgM, 0.5),
     "disco-fedadam": partial(FedAdam, 1e-3),

@@ -9,8 +9,6 @@ parameter's largest value, or the command fails. Prints the ratio of each pair (
 CPU time) and writes them as JSON.
 """
 
-import json
-import platform
 import resource
 import statistics
 import time
@@ -24,11 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fcl._imports import optional_import
+from lightning_fcl._recipes import save_bench
 from lightning_fcl.functional import classification_log_likelihood, fisher_diagonal
 from lightning_fcl.models import LeNet, ResNet18
 
 Case = tuple[nn.Module, Callable[[Any, Any], Tensor], tuple[Tensor, Tensor]]
 SAMPLES = {"lenet": 512, "resnet18": 64, "resnet18-batch": 64, "lora": 128}
+COLUMNS = ["samples", "times faster (wall)", "times faster (CPU)", "goal", "us per sample", "largest error"]
 GOALS = {"lenet": 4.0, "resnet18": 4.0, "resnet18-batch": 4.0, "lora": 3.0}
 
 
@@ -92,11 +92,11 @@ def measure(name: str, samples: int, pairs: int) -> dict[str, Any]:
     if worst > 1e-5:
         raise SystemExit(f"{name}: the closed form is off by {worst:.1e} of the largest value.")
     rows = [(clocked(case, False)[1:], clocked(case, True)[1:]) for _ in range(pairs)]
-    wall, cpu = (sorted(slow[i] / fast[i] for slow, fast in rows) for i in range(2))
+    wall, cpu = ([f(slow[i] / fast[i] for slow, fast in rows) for f in (min, statistics.median, max)] for i in range(2))
     each = 1e6 * statistics.median(fast[0] for _, fast in rows) / samples
-    print(f"{name}: {statistics.median(wall):.2f}x by wall, {statistics.median(cpu):.2f}x by CPU, off {worst:.0e}")
-    figures = {"ratio_wall": statistics.median(wall), "ratio_cpu": statistics.median(cpu), "goal": GOALS[name]}
-    return {"case": name, "samples": samples, **figures, "all_wall": wall, "us_per_sample": each, "error": worst}
+    print(f"{name}: {wall[1]:.2f}x by wall, {cpu[1]:.2f}x by CPU, off {worst:.0e}")
+    figures = {"times faster (wall)": wall, "times faster (CPU)": cpu, "goal": GOALS[name], "us per sample": each}
+    return {"case": name, "samples": samples, **figures, "largest error": worst}
 
 
 def main(
@@ -116,12 +116,7 @@ def main(
     torch.set_num_threads(1)
     names = list(SAMPLES) if case == "all" else [case]
     rows = [measure(name, samples or SAMPLES[name], pairs) for name in names]
-    report = {"command": f"python recipes/bench/fisher.py --pairs {pairs}", "rows": rows}
-    report |= {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1) + "\n")
-    return report
+    return save_bench(rows, f"python recipes/bench/fisher.py --pairs {pairs}", out, COLUMNS)
 
 
 if __name__ == "__main__":

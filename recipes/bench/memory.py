@@ -7,9 +7,7 @@ preloaded examples and for client states is held at 2 MiB each, which ten client
 Prints the peak resident memory of each process and what the run added to the process before it.
 """
 
-import json
 import multiprocessing
-import platform
 import resource
 import tempfile
 import time
@@ -20,6 +18,8 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from lightning_fcl._recipes import save_bench
 
 EXAMPLES = 64
 
@@ -69,7 +69,7 @@ def run(clients: int, rounds: int, answers: Any) -> None:
         states = sum(p.stat().st_size for p in Path(folder, "clients").rglob("*.safetensors"))
     answers.put(
         {
-            "clients": clients,
+            "case": f"{clients} clients",
             "peak_mib": peak_kib() / 1024,
             "added_mib": (peak_kib() - before) / 1024,
             "client_states_on_disk_mib": states / 2**20,
@@ -93,15 +93,10 @@ def main(clients: tuple[int, ...] = (10, 100, 1000), rounds: int = 5, out: Path 
         process.start()
         process.join()
         rows.append(row := answers.get())
-        print("  ".join(f"{key} {value:.4g}" for key, value in row.items()))
+        print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else value for key, value in row.items()))
     growth = rows[-1]["peak_mib"] / rows[0]["peak_mib"] - 1
     print(f"peak at {clients[-1]} clients is {growth:+.1%} of that at {clients[0]}")
-    report = {"command": f"python recipes/bench/memory.py --rounds {rounds}", "rows": rows, "growth": growth}
-    report |= {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1))
-    return report
+    return save_bench(rows, f"python recipes/bench/memory.py --rounds {rounds}", out, growth=growth)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ agree to 1e-5, or the command fails. Evaluation and commits are off on both side
 (loop / hand-written, by wall clock and by CPU time) and writes them as JSON.
 """
 
-import json
-import platform
 import statistics
 import tempfile
 import time
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_fcl import FederatedTrainer, ServerCallback, TaskStream
+from lightning_fcl._recipes import save_bench
 from lightning_fcl.federated.sampling import client_seed, sample_clients
 from lightning_fcl.models import ImageClassifier, LeNet, ResNet18
 
@@ -170,12 +169,8 @@ def main(
     """
     torch.set_num_threads(1)
     rows = [compare(name, pairs) for name in (CASES if case == "all" else [case])]
-    report = {"command": f"python recipes/bench/rounds.py --case {case} --pairs {pairs}", "rows": rows}
-    report |= {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1))
-    return report
+    command = f"python recipes/bench/rounds.py --case {case} --pairs {pairs}"
+    return save_bench(rows, command, out)
 
 
 if __name__ == "__main__":

@@ -135,5 +135,5 @@ def test_the_loop_measures_every_accepted_update(tmp_path):
         assert [(s.task, s.round, s.rounds) for s in facts.seen] == [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
         for stats in facts.seen:
             expected = [sent[stats.task, stats.round, client] for client in stats.clients]
-            assert stats.square_norms == pytest.approx(expected, rel=1e-12)
+            assert stats.square_norms == pytest.approx(expected, rel=1e-6)
             assert stats.weights == (stats.num_examples if weighting == "samples" else (1.0,) * len(stats.clients))

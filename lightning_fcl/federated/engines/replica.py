@@ -1,12 +1,15 @@
 """One plain replica per process: the payload lives in one flat, aligned buffer, and parameters are views of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fcl.federated.engines.base import Engine
+from lightning_fcl.federated.engines.light import is_plain_sgd, plain_sgd_step
 from lightning_fcl.federated.layout import Slot, named_tensors
 
 
@@ -73,6 +76,17 @@ class ReplicaEngine(Engine):
                 out[slot.start : slot.stop].view(slot.shape).copy_(table[name])
         else:
             self.layout.pack(named_tensors(self.module), out)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], after_closure: Callable[[], None]
+    ) -> Any:
+        if getattr(self.precision, "scaler", None) is not None or not is_plain_sgd(optimizer):
+            return super().optimizer_step(optimizer, closure, after_closure)
+        result = closure()
+        after_closure()
+        plain_sgd_step(optimizer)
+        return result
 
 
 def _rehouse(module: nn.Module, storage: dict[str, Tensor]) -> None:
