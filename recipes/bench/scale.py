@@ -10,7 +10,6 @@ process's peak of resident memory, bytes on disk (the plan, the newest commit an
 bytes sent beside those that the doctor foretold.
 """
 
-import json
 import multiprocessing
 import resource
 import statistics
@@ -25,7 +24,7 @@ from jsonargparse import auto_cli
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fcl._recipes import library_commit
+from lightning_fcl._recipes import save_bench
 
 EXAMPLES, COHORT = 4, 10
 
@@ -95,8 +94,7 @@ def run(clients: int, rounds: int, answers: Any) -> None:
     numbers = diagnose(trainer("never written", rounds=rounds), module, stream).numbers
     summary["MB sent"] = (report.bytes_down + report.bytes_up) / 1e6
     summary["MB foretold"] = (numbers["bytes_down"] + numbers["bytes_up"]) / 1e6
-    row = {"method": f"{clients:,} clients", "seed": 0, "wall_seconds": report.wall_seconds, "summary": summary}
-    answers.put({**row, "versions": dict(report.versions)})
+    answers.put({"case": f"{clients:,} clients", **summary})
 
 
 def main(
@@ -118,19 +116,8 @@ def main(
         if process.exitcode:
             sys.exit(f"error: {count} clients could not be run (exit code {process.exitcode}).")
         rows.append(row := answers.get())
-        print(row["method"], {name: round(value, 3) for name, value in row["summary"].items()}, flush=True)
-    report = {
-        "command": f"python recipes/bench/scale.py --rounds {rounds}",
-        "commit": library_commit(),
-        "versions": rows[0]["versions"],
-        "columns": list(rows[0]["summary"]),
-        "percent": [],
-        "runs": [{key: value for key, value in row.items() if key != "versions"} for row in rows],
-    }
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1) + "\n")
-    return report
+        print({name: round(x, 3) if isinstance(x, float) else x for name, x in row.items()}, flush=True)
+    return save_bench(rows, f"python recipes/bench/scale.py --rounds {rounds}", out)
 
 
 if __name__ == "__main__":
