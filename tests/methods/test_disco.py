@@ -165,21 +165,6 @@ def test_each_slot_has_its_own_server_steps(tmp_path):
     assert seen == [(r // 2, group, r) for r in range(4) for group in ((0, 1), (2, 3))]
 
 
-def test_special_pulls_a_slot_to_its_own_last_task_and_never_to_fresh_weights(tmp_path):
-    stages, keeps = [[0, 0], [1, 1], [0, 0]], (Keep(), Keep())
-    for keep, steps in zip(keeps, ([], [ServerProximal(3.0, lr=1.0)]), strict=True):
-        chain = Chain(SubspaceRouter(), FedAvg(), *steps)
-        stream = subspace_stream(tasks=2, clients=2, examples=80).stages(stages)
-        toy_trainer(tmp_path / str(len(steps)), rounds=1, aggregator=chain, server_callbacks=[keep]).fit(
-            make_net(), stream
-        )
-    (_, plain, averaged), (first, second, blended) = ([slots.weights for slots in keep.slots] for keep in keeps)
-    assert torch.equal(second[1], plain[1])  # opened in the second stage: nothing to be pulled to
-    by_hand = (averaged[0].double() + 3.0 * first[0].double()) / 4.0
-    torch.testing.assert_close(blended[0].double(), by_hand, rtol=0, atol=1e-6)
-    assert not torch.equal(averaged[0], first[0])
-
-
 def test_two_phase_traffic_is_one_subspace_and_a_token(tmp_path):
     keep = Keep()
     fit(tmp_path, SubspaceRouter(), keep=keep, clients_per_round=2)
