@@ -99,6 +99,7 @@ def working_on(trainer: "FederatedTrainer", module: L.LightningModule, stage: st
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
+        channels_last=trainer.channels_last,
     )
     own, chain = trainer.callbacks, trainer.chain
     with one_thread_per_client(trainer), isolate_rng():
@@ -211,7 +212,11 @@ def run_config(trainer: "FederatedTrainer", engine: Engine, stream: "TaskStream"
         "trainer": settings_of(trainer),
         "model": describe(engine.module),
         "stream": describe(stream.summary()),
-        "choices": {"engine": type(engine).__name__, "world_size": engine.fabric.world_size},
+        "choices": {
+            "engine": type(engine).__name__,
+            "channels_last": engine.channels_last,
+            "world_size": engine.fabric.world_size,
+        },
     }
 
 
