@@ -10,8 +10,8 @@ PY := "$(VENV)/bin/python"
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile
 
-demo: $(VENV)/.recipes  ## install, then run the digits recipe on its embedded data: about 3 minutes on 2 cores
-	$(PY) recipes/special_digits.py --method all --out runs/demo
+demo: $(VENV)/.recipes  ## install, then tune a tiny LLaVA on eight drawn tasks, by DISCO and Finetune: under 6 minutes on 2 cores
+	$(PY) recipes/fcit_llava.py --train-size 500 --test-size 50 --clients 4 --sampled 2 --max-new-tokens 16 --out runs/demo
 
 test: $(VENV)/.dev  ## install, then run the tests: under 10 minutes on 2 cores
 	$(PY) -m pytest -n auto --dist loadfile

@@ -7,6 +7,7 @@ python docs/make_tables.py --collect NAME --command "python recipes/x.py --out r
 """
 
 import argparse
+import csv
 import json
 import re
 import subprocess
@@ -39,6 +40,10 @@ def collect(runs: Sequence[Path], command: str, old: Results) -> Results:
         raise SystemExit("The runs must come from one set of versions. Run the command again, as a whole.")
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     kept = ("method", "seed", "wall_seconds", "summary")
+    for run, report in zip(runs, reports, strict=True):  # a report counts the seconds of its last session alone
+        if (timing := run / "timing.csv").is_file():
+            rows = csv.DictReader(timing.read_text().splitlines())
+            report["wall_seconds"] = sum(float(row["seconds"]) for row in rows)
     figures = [json.loads(path.read_text()) for run in runs if (path := run / "figures.json").is_file()]
     if len(figures) == len(reports):
         single = all(report["summary"]["bwt"] is None for report in reports)

@@ -37,7 +37,7 @@ def _option(text: str, switches: Collection[str]) -> str:
     return f"--{name}=true" if name in switches and not equals else f"--{name}{equals}{value}"
 
 
-def chosen_methods(method: str | list[str], known: Collection[str]) -> list[str]:
+def chosen_methods(method: str | Sequence[str], known: Collection[str]) -> list[str]:
     """The methods to run.
 
     Args:

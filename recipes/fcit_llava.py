@@ -23,10 +23,8 @@ from lightning_fcl.federated.zero_shot import zero_shot
 from lightning_fcl.functional.subspace_lora import Activation
 from lightning_fcl.models.tiny_llava import TINY_LLAVA
 from lightning_fcl.reports import FCIT, compare
-from lightning_fcl.suites.fcit import METHODS, TITLES, fcit_module, fcit_rules, uplink
+from lightning_fcl.suites.fcit import GROUPS, TITLES, fcit_machine, fcit_module, fcit_rules, uplink
 from lightning_fcl.suites.fcit_scores import HeldOut, ablate_activation, fcit_table
-
-GROUPS = {"all": list(METHODS), "ablation": ["disco"], "demo": ["finetune", "disco"]}
 
 
 def main(
@@ -50,6 +48,7 @@ def main(
     batch_size: int = 16,
     rank: int = 4,
     lr: float = 5e-3,
+    max_new_tokens: int = 128,
     strength: float | None = None,
     threshold: float | None = 0.9,
     activation: Activation = "softmax",
@@ -88,6 +87,7 @@ def main(
         batch_size: Examples per batch.
         rank: Rank of one subspace; methods without subspaces get it times the number of stages.
         lr: Learning rate of AdamW.
+        max_new_tokens: Most tokens of an answer; drawn tasks need 16, and models that ramble take their time.
         strength: Of EWC's or O-LoRA's penalty.
         threshold: Of DISCO's routing; ``null`` for the proposal from held-out prompts of the first two tasks.
         activation: How DISCO weighs subspaces at evaluation.
@@ -98,19 +98,18 @@ def main(
         smoke: End in seconds: two tasks, few examples.
         accelerator: As in ``lightning.Fabric``.
         devices: Processes; they share a round's clients, or with a strategy of shards each client.
-        strategy: ``auto``, or ``deepspeed_stage_2`` and the like for large models.
+        strategy: ``auto``, or for large models ``deepspeed_stage_2``, ``deepspeed_stage_3`` or ``fsdp``.
         precision: As in ``lightning.Fabric``.
 
     Returns:
         The figures of each run, by the name of its folder.
     """
-    names = chosen_methods(GROUPS.get(str(method), method), TITLES)
+    names = chosen_methods(GROUPS.get(str(method), method or ()), TITLES)
     if preset:
         clients, sampled, rounds, epochs, rank, lr = *FCIT_PRESET.values(), 1, 8, 2e-4
     if smoke:
         tasks, train_size, test_size, clients, sampled, rounds = tasks or ["odd", "reach"], 48, 8, 3, 2, 1
-    machine: dict[str, Any] = {"accelerator": accelerator, "devices": devices, "precision": precision}
-    machine |= {"parallel": "clients" if strategy == "auto" else "model", "strategy": strategy}
+    machine = fcit_machine(accelerator, devices, strategy, precision)
     say, reports, figures = rank_zero_only(print), [], {}
     for one in range(seed, seed + seeds):
         stream = fcit_stream(
@@ -120,6 +119,7 @@ def main(
         stages = len(stream.names)
         options: dict[str, Any] = {"stages": stages, "rank": rank, "train_projector": train_projector, "lr": lr}
         options |= {"routing_activation": activation, "routing_temperature": temperature, "routing_source": source}
+        options |= {"max_new_tokens": max_new_tokens}
         start = partial(fcit_module, "zero-shot", model, **options)
         held_out = HeldOut(stream.names, start, data_dir=data_dir, size=test_size, batch_size=batch_size, seed=one)
         for name in names:

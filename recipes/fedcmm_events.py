@@ -42,13 +42,13 @@ def main(
     tasks: Literal[3, 7] = 3,
     rounds: int = 12,
     lr: float | None = None,
-    ewc: float = 100.0,
-    strength: float = 0.03,
+    ewc: float = 300.0,
+    strength: float = 0.3,
     vision: float | None = None,
     language: float | None = None,
     projector: float | None = None,
     threshold: float | Literal["auto"] = 0.5,
-    replay: float = 1.0,
+    replay: float = 3.0,
 ) -> dict[str, dict[str, Any]]:
     """Train, report and compare.
 
@@ -78,15 +78,9 @@ def main(
     """
     names, settings = TABLES[table]
     chosen = names if method == "all" else chosen_methods(method, TITLES)
-    vision, language, projector = (strength if one is None else one for one in (vision, language, projector))
-    parts: dict[str, Any] = {
-        "vision": vision,
-        "language": language,
-        "projector": projector,
-        "ewc": ewc,
-        "replay": replay,
-    }
-    strengths = Strengths(threshold=threshold, **parts)
+    own = {"vision": vision, "language": language, "projector": projector}
+    by_group: dict[str, Any] = {group: strength if value is None else value for group, value in own.items()}
+    strengths = Strengths(ewc=ewc, threshold=threshold, replay=replay, **by_group)
     folder = real_data(data_dir, "mediaeval_events")
     model = str(TINY_LLAVA) if model == "tiny" else model
     posts = event_posts(folder, ask=model is not None, small=smoke)

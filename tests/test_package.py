@@ -121,8 +121,10 @@ def test_make_demo_runs_the_recipe_on_its_own_data(make):
     _, install, recipe = make("demo")
     assert install.endswith("-e .[recipes]")
     script, *arguments = recipe.split()
-    assert arguments == ["--method", "all", "--out", "runs/demo"]
-    assert script == "recipes/special_digits.py"
+    assert script == "recipes/fcit_llava.py"
+    assert arguments[-2:] == ["--out", "runs/demo"]
+    known = re.findall(r"^    (\w+): .* = ", (ROOT / script).read_text(), re.MULTILINE)
+    assert {option.removeprefix("--").replace("-", "_") for option in arguments[::2]} <= set(known)
 
 
 def test_make_lint_checks_style_format_and_types(make):

@@ -329,3 +329,36 @@ def test_given_folder_goes_before_the_environment(monkeypatch):
     assert real_data(None, "digits") == Path("home/digits")
     monkeypatch.delenv("FCL_DATA")
     assert real_data(None, "digits") is None
+
+
+# -- fcit_llava -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("option", "value"), [("activation", "magic"), ("source", "sound"), ("scenario", "both")])
+def test_choices_of_fcit_are_named(load, monkeypatch, capsys, option, value):
+    monkeypatch.setattr(sys, "argv", ["fcit_llava", f"--{option}", value])
+    with pytest.raises(SystemExit) as end:
+        command_line(load("fcit_llava").main)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert option in error
+    assert value in error
+
+
+@pytest.mark.slow
+def test_fcit_ablates_the_activation_from_one_run(load, tmp_path, capsys):
+    figures = load("fcit_llava").main(out=tmp_path, smoke=True, method="ablation", devices=1, max_new_tokens=4)
+    others = [f"disco-seed0-{name}" for name in ("softmax", "argmax", "cosine", "concatenation")]
+    assert list(figures) == ["disco-seed0", *others]
+    assert figures["disco-seed0-softmax"]["last"] == pytest.approx(figures["disco-seed0"]["last"])
+    saved = json.loads((tmp_path / "disco-seed0" / "figures.json").read_text())
+    assert 0 <= saved["general"] <= 1
+    assert saved["unseen before"] == figures["disco-seed0"]["unseen before"]
+    printed = capsys.readouterr().out
+    assert "2 subspaces for 2 tasks" in printed
+    assert "DISCO, argmax (paper)" in printed
+    assert "unseen before" in printed
+    commits = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("checkpoints/**/*")}
+    again = load("fcit_llava").main(out=tmp_path, smoke=True, method="ablation", devices=1, max_new_tokens=4)
+    assert again["disco-seed0"] == figures["disco-seed0"]
+    assert commits == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("checkpoints/**/*")}

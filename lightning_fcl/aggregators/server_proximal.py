@@ -19,14 +19,16 @@ class ServerProximal(ServerStep):
     .. math:: \bar\theta = \theta + \gamma_G \bar\Delta, \qquad
               \theta' = \frac{\bar\theta + \lambda\, \theta_{i-1}}{1 + \lambda} \quad (i \ge 2)
 
-    In the first task there is no blend; in a round without accepted updates there is none either, since the loop then
-    leaves the model alone (otherwise drop-outs would roll the model back silently). The pull's stiffness is
+    In the first task there is no blend. Behind a router every slot has an anchor of its own, the weights it ended its
+    last task with, and no blend in its first one. In a round without accepted updates there is none either, since the
+    loop then leaves the model alone (otherwise drop-outs would roll the model back silently). The pull's stiffness is
     :math:`\lambda/\gamma_G`, so the falling step size by itself tightens the anchor in later tasks.
 
     Args:
         strength: :math:`\lambda \ge 0`; 0 is the plain step. The paper uses .25 (Digit-10), .40 (VLCS), .05 (PACS),
             .10 (DN4IL), .45 (language).
         lr: :math:`\gamma_G`: a number, ``"inverse_task"`` (1/i in task i, the paper's), or a function of the task.
+            Tasks are the stream's, also behind a router, where 1 suits subspaces that start late.
         bn_stats: ``"blend"`` treats float buffers like weights (the paper's parameter vector); ``"current"`` lets
             BatchNorm statistics follow the current task's clients alone.
 
@@ -71,12 +73,12 @@ class ServerProximal(ServerStep):
 
     @override
     def init(self, params: Tensor) -> dict[str, Any]:
-        return {"task": 0, "anchor": None}
+        return {"task": None, "anchor": None}
 
     @override
     def apply(self, params: Tensor, delta: Tensor, stats: RoundStats, state: Any) -> tuple[Tensor, Any]:
         anchor: Tensor | None = state["anchor"]
-        if stats.task != state["task"]:  # the first step of a task still sees the weights the last task ended with
+        if state["task"] not in (None, stats.task):  # these are still the weights the last task ended with
             anchor = params.clone()
         lr = step_size(self.lr, stats.task)
         if lr != 1.0:

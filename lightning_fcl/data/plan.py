@@ -78,6 +78,15 @@ class PartitionPlan:
         """Number of clients."""
         return len(self.parts[0])
 
+    @cached_property
+    def owners(self) -> tuple[tuple[int, ...], ...]:
+        """Clients with data in each stage, ascending; found once, since there may be a million of them."""
+        sizes = [[len(part) for part in parts] for parts in self.parts]
+        return tuple(
+            tuple(client for client, entry in enumerate(row) if any(sizes[task][client] for task in entry))
+            for row in self.schedule
+        )
+
     @property
     def deviation(self) -> float:
         """Distance of the split from its draw: the share of all examples, in [0, 1], that the repair moved."""
@@ -190,10 +199,13 @@ class PartitionPlan:
 
 def _to_runs(indices: IntArray) -> str:
     """Sorted indices as runs: [0, 1, 2, 5] -> ``"0-2 5"``."""
-    if len(indices) == 0:
-        return ""
-    runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
-    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    runs: list[list[int]] = []
+    for index in indices.tolist():  # most clients have few: NumPy would cost more than it saves
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1][1:] = [index]
+        else:
+            runs.append([index])
+    return " ".join("-".join(map(str, run)) for run in runs)
 
 
 def _from_runs(text: str, size: int) -> IntArray:

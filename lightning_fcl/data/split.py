@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -73,7 +74,8 @@ def split(examples: Examples, partition: Partition, clients: int, *, seed: int =
     owner = _checked(draw(examples, clients, rng), len(examples), clients, draw)
     moved = repair(owner, clients, least, rng)
     order = np.argsort(owner, kind="stable")
-    return tuple(np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])), moved
+    stops = np.cumsum(np.bincount(owner, minlength=clients)).tolist()
+    return tuple(order[start:stop] for start, stop in pairwise([0, *stops])), moved
 
 
 def repair(owner: IntArray, clients: int, least: int, rng: np.random.Generator) -> int:

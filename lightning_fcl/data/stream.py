@@ -257,7 +257,7 @@ class TaskStream(StreamLabels):
 
     def clients(self, task: int) -> list[int]:
         """Sorted ids of the clients that have data in stage ``task``."""
-        return [client for client in range(self.num_clients) if self.num_examples(task, client)]
+        return list(self.plan.owners[checked_index("task", task, len(self))])
 
     def num_examples(self, task: int, client: int) -> int:
         """Training examples of ``client`` in stage ``task``."""

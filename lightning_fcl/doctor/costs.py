@@ -102,6 +102,10 @@ def add_memory(
         "examples": ("clients' examples, at most", int(trainer.preload_mb * _MIB)),
         "states": ("clients' states, at most", min(int(trainer.client_state_mb * _MIB), states * clients)),
     }
+    if probe.sharded:
+        found.add(
+            "note", "memory", "the strategy cuts tensors over ranks; the table has those that a module shows whole"
+        )
     commit = seen.files["commit"] + _STATE_ENTRY * clients * (states > 0)
     disk = {
         "commit": (f"a commit; the newest {trainer.keep_checkpoints} are kept", commit),

@@ -114,7 +114,7 @@ def _check_processor(found: Diagnosis, model: Any, path: str | Path, where: dict
     try:
         processor = load_processor(path, **where)
     except (OSError, ValueError, ImportError, FCLError) as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
         found.add("warning", "processor", f"its files cannot be read, so tokens were not checked: {reason}")
         return
     check_tokens(found, model, processor, {"image": image, "conversations": turns})

@@ -33,6 +33,8 @@ class Probe(L.Callback):
         batch_seconds: Wall seconds of each training batch.
         eval_seconds: Wall seconds of each evaluation batch.
         layout: What travels, once a job has started.
+        scales_loss: Whether the precision scales the loss, so that early gradients may be infinite.
+        sharded: Whether ranks hold parts of weights or optimiser states.
     """
 
     affects_results = False
@@ -48,7 +50,7 @@ class Probe(L.Callback):
         self.batch_seconds: list[float] = []
         self.eval_seconds: list[float] = []
         self.layout: Layout | None = None
-        self.scales_loss = False
+        self.scales_loss = self.sharded = False
         self._handles: list[Any] = []
         self._now: set[str] = set()
         self._spoilt = False
@@ -64,6 +66,7 @@ class Probe(L.Callback):
         self.phase = f"preparing the training of client {trainer.client}"
         self.layout = trainer._engine.layout
         self.scales_loss = trainer.precision_plugin.scaler is not None
+        self.sharded = trainer._engine.sharded
 
     @override
     def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:

@@ -1,7 +1,7 @@
 """What each client keeps between rounds: in memory up to a budget, on disk beyond, versioned by round."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,13 @@ class ClientStore:
         self.versions: dict[int, int] = {}
         self.next_version = 0
         self._cache: OrderedDict[int, tuple[int, Any]] = OrderedDict()
+        self._cached_bytes = 0
         self._changed: dict[int, Any] = {}  # not on disk yet
+        self._changed_bytes = 0
         self._written: set[int] = set()  # on disk under the next version
         self._handed_out: dict[int, tuple[Any, list[Any]]] = {}  # holds the state, so that its ids stay its own
+        self._crowded: set[int] = set()  # clients that may have a file which nobody needs
+        self._swept = False  # whether what earlier processes left behind has been looked for
 
     def get(self, client: int) -> Any:
         """The client's state at the last commit, or ``None`` if it never had one."""
@@ -52,16 +56,18 @@ class ClientStore:
         _, before = self._handed_out.pop(client, (None, None))
         if _fingerprint(state) == before:
             return
+        self._drop_changed(client)
         self._changed[client] = clone_tree(state)  # callbacks may hand out tensors that they go on writing into
-        if sum(map(tree_bytes, self._changed.values())) > self.budget_bytes:
+        self._changed_bytes += tree_bytes(state)
+        if self._changed_bytes > self.budget_bytes:
             self._write_changed()
 
     def discard(self, *clients: int) -> None:
         """Take back what jobs of this round did to clients' states: they failed, or the server used nothing of them."""
         for client in clients:
             self._handed_out.pop(client, None)
-            self._changed.pop(client, None)
-            self._cache.pop(client, None)
+            self._drop_changed(client)
+            self._drop_cached(client)
             self._written.discard(client)  # the file has no version then, and goes with the next pruning
 
     def flush(self) -> dict[int, int]:
@@ -84,28 +90,51 @@ class ClientStore:
             self._keep(client, self.next_version, state)
             self._written.add(client)
         self._changed.clear()
+        self._changed_bytes = 0
 
-    def prune(self, keep: Iterable[tuple[int, int]]) -> None:
+    def touch(self, clients: Iterable[int]) -> None:
+        """Note that jobs of these clients, on whatever rank, may have written files; :meth:`prune` looks there."""
+        self._crowded.update(clients)
+
+    def prune(self, keep: Sequence[Mapping[int, int]]) -> None:
         """Delete files that no checkpoint refers to.
 
+        Only folders of clients that were touched, or of which several files were needed the last time, are opened: a
+        commit must not cost a look at every client that ever took part. The first call looks at all.
+
         Args:
-            keep: ``(client, version)`` pairs that are still needed.
+            keep: Versions by client that are still needed: those of each checkpoint that is kept, and the newest ones.
         """
-        needed = {self._path(client, version) for client, version in keep}
-        for path in self.folder.glob("*/*.safetensors"):
-            if path not in needed:
-                path.unlink(missing_ok=True)
+        folders = [self._folder(client) for client in sorted(self._crowded)] if self._swept else self.folder.glob("*_*")
+        self._swept, self._crowded = True, set()
+        for folder in folders:
+            client = int(folder.name.partition("_")[2])
+            needed = {self._path(client, versions[client]) for versions in keep if client in versions}
+            for path in folder.glob("*.safetensors"):
+                if path not in needed:
+                    path.unlink(missing_ok=True)
+            if len(needed) > 1:
+                self._crowded.add(client)
 
     def _keep(self, client: int, version: int, state: Any) -> None:
+        self._drop_cached(client)
         self._cache[client] = (version, state)
-        self._cache.move_to_end(client)
-        total = sum(tree_bytes(s) for _, s in self._cache.values())
-        while total > self.budget_bytes and self._cache:
-            _, (_, old) = self._cache.popitem(last=False)
-            total -= tree_bytes(old)
+        self._cached_bytes += tree_bytes(state)
+        while self._cached_bytes > self.budget_bytes and self._cache:
+            self._drop_cached(next(iter(self._cache)))
+
+    def _drop_cached(self, client: int) -> None:
+        _, state = self._cache.pop(client, (0, None))
+        self._cached_bytes -= tree_bytes(state)
+
+    def _drop_changed(self, client: int) -> None:
+        self._changed_bytes -= tree_bytes(self._changed.pop(client, None))
+
+    def _folder(self, client: int) -> Path:
+        return self.folder / f"client_{client:06d}"
 
     def _path(self, client: int, version: int) -> Path:
-        return self.folder / f"client_{client:06d}" / f"round_{version:06d}.safetensors"
+        return self._folder(client) / f"round_{version:06d}.safetensors"
 
 
 def _fingerprint(state: Any) -> list[Any]:

@@ -24,6 +24,7 @@ def commit(run: "Run", *, final: bool) -> None:
     state, trainer = run.state, run.trainer
     for part in run.ranks.gather_json({str(c): v for c, v in run.store.flush().items()}):
         run.store.versions.update({int(client): version for client, version in part.items()})
+    run.store.touch(state.sampled)
     every = 0 if trainer.fast_dev_run else trainer.checkpoint_every
     if not every or (state.global_round % every and not final):
         return
@@ -32,8 +33,8 @@ def commit(run: "Run", *, final: bool) -> None:
         tensors = {**run.engine.layout.views(state.params), **state.counters}
         model = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in tensors.items()}
         run.checkpoints.commit(state.global_round, _manifest(run), model, _server_tree(run))
-        kept = [(int(c), v) for manifest in run.checkpoints.prune() for c, v in manifest["clients"].items()]
-        run.store.prune([*run.store.versions.items(), *kept])
+        kept = [{int(c): v for c, v in manifest["clients"].items()} for manifest in run.checkpoints.prune()]
+        run.store.prune([run.store.versions, *kept])
     run.ranks.barrier()
 
 

@@ -99,6 +99,7 @@ def working_on(trainer: "FederatedTrainer", module: L.LightningModule, stage: st
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
+        channels_last=trainer.channels_last,
     )
     own, chain = trainer.callbacks, trainer.chain
     with one_thread_per_client(trainer), isolate_rng():
@@ -211,7 +212,11 @@ def run_config(trainer: "FederatedTrainer", engine: Engine, stream: "TaskStream"
         "trainer": settings_of(trainer),
         "model": describe(engine.module),
         "stream": describe(stream.summary()),
-        "choices": {"engine": type(engine).__name__, "world_size": engine.fabric.world_size},
+        "choices": {
+            "engine": type(engine).__name__,
+            "channels_last": engine.channels_last,
+            "world_size": engine.fabric.world_size,
+        },
     }
 
 
@@ -240,6 +245,9 @@ def report_of(trainer: "FederatedTrainer", run: Run, seconds: float) -> RunRepor
     seen = torch.zeros(run.matrix.shape, dtype=torch.bool)
     for stage in range(len(seen)):
         seen[stage, list(run.stream.seen(stage))] = True
+    peak = _peak_memory(trainer.fabric.device)
+    if (earlier := _report_before(trainer.run_dir, run.matrix)) is not None:
+        seconds, peak = earlier.wall_seconds, earlier.peak_memory_bytes or peak
     return RunReport(
         run_dir=trainer.run_dir,
         method=trainer.method if trainer._named else method_name(trainer, run.module),
@@ -253,8 +261,16 @@ def report_of(trainer: "FederatedTrainer", run: Run, seconds: float) -> RunRepor
         wall_seconds=seconds,
         bytes_up=run.state.bytes_up,
         bytes_down=run.state.bytes_down,
-        peak_memory_bytes=_peak_memory(trainer.fabric.device),
+        peak_memory_bytes=peak,
     )
+
+
+def _report_before(run_dir: Path, matrix: Tensor) -> RunReport | None:
+    """The report of a run that had been finished before this call: its costs are those of the training."""
+    if not (run_dir / REPORT).is_file():
+        return None
+    report = RunReport.load(run_dir)
+    return report if report.accuracy.nan_to_num(-1).equal(matrix.nan_to_num(-1)) else None
 
 
 def finalize(loggers: list[Any], status: str) -> None:

@@ -51,6 +51,8 @@ class FederatedTrainer:
         parallel: ``"clients"``: each process trains other clients. ``"model"``: all processes train the same client by
             DDP, FSDP 2 or DeepSpeed; the batch size of the stream is then the whole batch, shared among them.
         engine: ``"auto"`` or ``"sequential"``.
+        channels_last: Store images channels last, which is faster for wide convolutions on CPU; ``"auto"`` does so if
+            all ``Conv2d`` layers give 32 channels or more. Results then equal ``Trainer.fit`` to 1e-6, not to the bit.
         loggers: Lightning loggers, beside the run folder's CSV files.
         seed: Every random stream of the run derives from it. The module's own initialisation is yours.
         run_dir: Where everything is written; by default ``runs/<date-time>``.
@@ -103,6 +105,7 @@ class FederatedTrainer:
         precision: Any = "32-true",
         parallel: Literal["clients", "model"] = "clients",
         engine: Literal["auto", "sequential"] = "auto",
+        channels_last: bool | Literal["auto"] = False,
         loggers: Any = None,
         seed: int = 0,
         run_dir: str | PathLike[str] | None = None,
@@ -146,6 +149,7 @@ class FederatedTrainer:
         self.precision = precision
         self.parallel = parallel
         self.engine = engine
+        self.channels_last = channels_last
         self.loggers = as_list(loggers)
         self.seed = seed
         self.accumulate_grad_batches = accumulate_grad_batches

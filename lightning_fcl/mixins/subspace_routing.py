@@ -88,6 +88,12 @@ class SubspaceRoutingMixin(L.LightningModule):
         self._embeddings: PromptEmbeddings | None = None
         self._image_mean: ImageMean | None = None
 
+    @property
+    def routing_features(self) -> str:
+        """What is compared, in words: tokens of modules that differ in it have nothing to do with each other."""
+        encoder = self.routing_encoder
+        return f"{self.routing_source} by {'its own features' if encoder is None else type(encoder).__name__}"
+
     # -- what the inputs ask for --------------------------------------------------------------------------------------
 
     def identity_features(self, batch: Any) -> Tensor:

@@ -16,7 +16,7 @@ class QuestionEmbeddings:
     paper's threshold of 0.9 in between.
 
     Args:
-        embedding: Frozen word vectors, such as ``model.get_input_embeddings()`` gives.
+        embedding: Frozen word vectors, such as ``model.get_input_embeddings()`` gives, whole.
         tokenizer: Their tokenizer.
 
     Source: Mu & Viswanath, "All-but-the-Top: Simple and Effective Postprocessing for Word Representations", ICLR 2018,
@@ -26,7 +26,7 @@ class QuestionEmbeddings:
     """
 
     def __init__(self, embedding: nn.Embedding, tokenizer: Any) -> None:
-        self.embedding = (embedding,)  # a tuple, so that no module takes it for a child of its own
+        self.weight = embedding.weight.detach()  # as it is now: ranks may cut the parameter up later
         self.tokenizer = tokenizer
         self._shared: tuple[Tensor, Tensor] | None = None
 
@@ -45,7 +45,7 @@ class QuestionEmbeddings:
         return ids
 
     def _mean(self, ids: Sequence[int]) -> Tensor:
-        weight = self.embedding[0].weight
+        weight = self.weight
         mean, top = self._common(weight)
         vectors = weight[torch.tensor(ids, dtype=torch.long, device=weight.device)].float() - mean
         vectors = nn.functional.normalize(vectors - (vectors @ top)[:, None] * top, dim=1)

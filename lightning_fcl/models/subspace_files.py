@@ -50,7 +50,7 @@ def save_subspaces(module: Any, folder: str | Path) -> list[Path]:
     router = {
         "tokens": module.subspace_tokens,
         "tasks": list(module.subspace_tasks),
-        "encoder": _encoder_name(module),
+        "encoder": module.routing_features,
         "base": _samples(layers, root),
     }
     save_tree(router, folder / ROUTER)
@@ -75,7 +75,7 @@ def load_subspaces(module: Any, folder: str | Path) -> None:
     router = load_tree(folder / ROUTER)
     root = _root(module, layers)
     _check_base(router["base"], _samples(layers, root), folder)
-    if router["encoder"] != (own := _encoder_name(module)):
+    if router["encoder"] != (own := module.routing_features):
         raise CheckpointError(
             f"the tokens in {str(folder)!r} were made from {router['encoder']}, but this module compares {own}. Use "
             "the same `routing_encoder` and `routing_source`."
@@ -121,12 +121,6 @@ def _save_adapter(layers: dict[str, SubspaceLinear], slot: int, path: Path, modu
 
 def _own_name(name: str, root: str) -> str:
     return root + name.removeprefix(_PREFIX).removesuffix(".weight")
-
-
-def _encoder_name(module: Any) -> str:
-    """What decides whether two modules' tokens can be compared."""
-    encoder = module.routing_encoder
-    return f"{module.routing_source} by {'its own features' if encoder is None else type(encoder).__name__}"
 
 
 def _samples(layers: dict[str, SubspaceLinear], root: str) -> dict[str, Tensor]:

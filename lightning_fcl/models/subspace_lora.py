@@ -72,9 +72,10 @@ class SubspaceLinear(nn.Module):
         Raises:
             ValueError: If a shape does not fit this layer.
         """
-        for found, own in ((a, self.lora_A), (b, self.lora_B)):
-            if wrong := [tuple(t.shape) for t in found if t.shape != own.shape]:
-                raise ValueError(f"a subspace's tensor must have shape {tuple(own.shape)}, got {wrong[0]}.")
+        shapes = (self.rank, self.base.in_features), (self.base.out_features, self.rank)  # ZeRO-3 cuts the parameters
+        for found, shape in zip((a, b), shapes, strict=True):
+            if wrong := [tuple(t.shape) for t in found if t.shape != shape]:
+                raise ValueError(f"a subspace's tensor must have shape {shape}, got {wrong[0]}.")
         self._scales = None
         self.active = True
         if not a:

@@ -1,6 +1,6 @@
 """The methods of the FCIT benchmark on a LLaVA-like model, all with LoRA of the same total rank in the same layers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_fcl.aggregators import Chain, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, MLoRA, SubspaceRouter
 from lightning_fcl.callbacks import EWC, OLoRA, SaveSubspaces
+from lightning_fcl.federated.engines.fsdp2 import fsdp2, shard_layers
 from lightning_fcl.federated.routed import COUNT_BYTES
 from lightning_fcl.mixins import SubspaceRoutingMixin
 from lightning_fcl.mllm.likelihood import answer_log_likelihood
@@ -20,6 +21,8 @@ from lightning_fcl.mllm.questions import QuestionEmbeddings
 from lightning_fcl.models import add_experts, add_subspaces, subspace_layers
 
 METHODS = ("zero-shot", "joint", "finetune", "ewc", "o-lora", "m-lora", "moelora", "disco")
+GROUPS: Mapping[str, Sequence[str]] = {"all": METHODS, "ablation": ("disco",), "demo": ("finetune", "disco")}
+"""What the recipe's ``method`` may say beside names."""
 SERVER_STEPS: Mapping[str, Callable[[], Any]] = {
     "disco-fedavgm": partial(FedAvgM, 0.5),
     "disco-fedadam": partial(FedAdam, 1e-3),
@@ -50,11 +53,19 @@ class RoutedInstructionModule(SubspaceRoutingMixin, MultimodalInstructionModule)
     format hint alone: what the chat template adds is common to all tasks. The published code drops it, too.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._questions = QuestionEmbeddings.of(self)  # now, while all weights are whole
+
+    @property
+    @override
+    def routing_features(self) -> str:
+        own = self.routing_encoder is None and self.routing_source != "image"
+        return f"{self.routing_source} by {QuestionEmbeddings.__name__}" if own else super().routing_features
+
     @override
     def _text_features(self, batch: Any) -> Tensor:
-        if self.routing_encoder is None:
-            self.routing_encoder = QuestionEmbeddings.of(self)
-        return super()._text_features(batch)
+        return self._questions(batch) if self.routing_encoder is None else super()._text_features(batch)
 
 
 def fcit_module(
@@ -115,6 +126,25 @@ def fcit_rules(
         chain = Chain(SubspaceRouter(threshold, shared=shared), FedAvg(), *steps)
         return {"aggregator": chain, "server_callbacks": SaveSubspaces()}
     return {}
+
+
+def fcit_machine(accelerator: str, devices: int, strategy: str, precision: Any) -> dict[str, Any]:
+    """The trainer's arguments that say where a run runs.
+
+    Args:
+        accelerator: As in ``lightning.Fabric``.
+        devices: Processes.
+        strategy: ``"auto"``: they share a round's clients. Otherwise they share each client's model:
+            ``"deepspeed_stage_2"`` and the like, ``"ddp"``, or ``"fsdp"`` for FSDP 2, layer by layer.
+        precision: As in ``lightning.Fabric``.
+    """
+    return {
+        "accelerator": accelerator,
+        "devices": devices,
+        "strategy": fsdp2(shard_layers) if strategy == "fsdp" else strategy,
+        "parallel": "clients" if strategy == "auto" else "model",
+        "precision": precision,
+    }
 
 
 def uplink(module: RoutedInstructionModule, stages: int) -> dict[str, int]:

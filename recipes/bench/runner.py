@@ -116,6 +116,7 @@ def main(
     threads: int = 1,
     procs: int = 1,
     engine: str = "auto",
+    channels_last: bool = False,
     ragged: bool = False,
     commit: bool = False,
     out: Path | None = None,
@@ -132,6 +133,7 @@ def main(
         threads: Accepted for the driver; the library uses one thread a process.
         procs: Processes that share the clients of a round.
         engine: As in ``FederatedTrainer``.
+        channels_last: As in ``FederatedTrainer``.
         ragged: Clients of unequal size.
         commit: Commit every round.
         out: Run folder; by default one that is deleted.
@@ -154,6 +156,7 @@ def main(
             accelerator="cpu",
             devices=procs,
             engine=engine,  # type: ignore[arg-type]
+            channels_last=channels_last,
             run_dir=out or Path(folder) / "run",
             checkpoint_every=int(commit),
             measure_baseline=False,
@@ -164,7 +167,7 @@ def main(
         used = walls.user() - before
     if trainer.is_global_zero:
         flat = common.flat_of(module.net.parameters())
-        name = f"fcl-{engine}" + (f"-p{procs}" if procs > 1 else "")
+        name = f"fcl-{engine}" + ("-cl" if channels_last else "") + (f"-p{procs}" if procs > 1 else "")
         common.report(name, cfg, ready, walls, flat, cpu_rounds=used)
 
 

@@ -9,7 +9,6 @@ finished (trained, merged, evaluated, committed), and until ``fit`` has returned
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -68,11 +67,7 @@ def measure() -> dict[str, Any]:
     points.append(now())
     seconds = [(wall - ready[0], user - ready[1]) for wall, user in points]
     row: dict[str, Any] = {"import lightning": [ready[0] - began[0], ready[1] - began[1]]}
-    return (
-        row
-        | dict(zip(POINTS, map(list, seconds), strict=True))
-        | {"torch": torch.__version__, "lightning": L.__version__}
-    )
+    return row | dict(zip(POINTS, map(list, seconds), strict=True))
 
 
 def main(repeats: int = 5, out: Path | None = None, worker: bool = False) -> dict[str, Any]:
@@ -86,24 +81,26 @@ def main(repeats: int = 5, out: Path | None = None, worker: bool = False) -> dic
     if worker:
         print(json.dumps(row := measure()))
         return row
+    from lightning_fcl._recipes import save_bench  # late: a worker measures what importing the library takes
+
     rows = []
     for _ in range(repeats):
         done = subprocess.run(
             [sys.executable, __file__, "--worker", "true"], capture_output=True, text=True, check=True
         )
         rows.append(json.loads(done.stdout.splitlines()[-1]))
-    report: dict[str, Any] = {"command": f"python recipes/bench/start_up.py --repeats {repeats}", "rows": rows}
+    table = []
     for name in ("import lightning", *POINTS):
-        wall, user = (sorted(row[name][kind] for row in rows) for kind in (0, 1))
-        middle = {"wall": statistics.median(wall), "user": statistics.median(user)}
-        report[name] = middle | {"wall_min": wall[0], "wall_max": wall[-1]}
-        print(f"{name:<16}  wall {middle['wall']:.2f} s ({wall[0]:.2f} to {wall[-1]:.2f}), user {middle['user']:.2f} s")
-    report |= {"torch": rows[0]["torch"], "lightning": rows[0]["lightning"]}
-    report |= {"python": platform.python_version(), "machine": platform.machine()}
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1) + "\n")
-    return report
+        wall, user = ([row[name][kind] for row in rows] for kind in (0, 1))
+        three = {"wall s": spread(wall), "user CPU s": spread(user)}
+        table.append({"case": name, **three})
+        print(f"{name:<16}", *(f"{what} {' / '.join(f'{x:.2f}' for x in found)}" for what, found in three.items()))
+    return save_bench(table, f"python recipes/bench/start_up.py --repeats {repeats}", out)
+
+
+def spread(values: list[float]) -> list[float]:
+    """Minimum, median, maximum."""
+    return [min(values), statistics.median(values), max(values)]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """``lightning-fcl doctor``: exit codes, one line per mistake, the same configuration as ``fit``."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -98,3 +99,16 @@ def test_an_estimate_of_nothing(doctor, tmp_path):
     code, _, err = doctor(None, "--estimate", str(tmp_path))
     assert (code, len(err)) == (1, 1)
     assert "`path` must be a folder with a model and its processor" in err[0]
+
+
+def test_the_page_shows_what_the_command_prints(doctor):
+    """All but what depends on machine and versions: memory, disk and time."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "doctor.md").read_text()
+    config = re.search(r"^```yaml config\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    shown = re.search(r"<!-- output: doctor -->\n```text\n(.*?)\n```", page, re.DOTALL)[1].split("\n\n")
+    code, out, _ = doctor(yaml.safe_load(config))
+    said = out.strip().split("\n\n")
+    assert code == 0
+    assert [part.partition("\n")[0] for part in said] == [part.partition("\n")[0] for part in shown]
+    same = [n for n, part in enumerate(said) if part.startswith(("parameters", "traffic", "links", "checks"))]
+    assert [said[n] for n in same] == [shown[n] for n in same], "run `python docs/make_outputs.py`"

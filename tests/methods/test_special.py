@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fcl.aggregators import Chain, FedAvg, RoundStats, ServerProximal
-from lightning_fcl.callbacks import FaultInjector
+from lightning_fcl.aggregators import Chain, FedAvg, RoundStats, ServerProximal, SubspaceRouter
+from lightning_fcl.callbacks import FaultInjector, ServerCallback
 from lightning_fcl.exceptions import MisconfigurationError
+from tests.helpers.subspaces import make_net, subspace_stream
 from tests.helpers.toy import assert_same_bits, make_toy, state_of, toy_stream, toy_trainer
 
 
@@ -175,3 +176,25 @@ def test_an_empty_round_does_not_roll_the_model_back(tmp_path):
     again = fit(tmp_path / "c", ServerProximal(0.5), rounds=[2, 1, 1], stream={"shuffle": False})
     assert whole.keys() == broken.keys()
     assert_same_bits(broken, again)
+
+
+class KeepSlots(ServerCallback):
+    def __init__(self):
+        self.slots = []
+
+    def on_round_end(self, trainer, pl_module):
+        self.slots.append(trainer.state.slots.weights)
+
+
+def test_behind_a_router_a_slot_is_pulled_to_its_own_last_task_and_never_to_fresh_weights(tmp_path):
+    keeps = (KeepSlots(), KeepSlots())
+    for keep, steps in zip(keeps, ([], [ServerProximal(3.0, lr=1.0)]), strict=True):
+        chain = Chain(SubspaceRouter(), FedAvg(), *steps)
+        stream = subspace_stream(tasks=2, clients=2, examples=80).stages([[0, 0], [1, 1], [0, 0]])
+        trainer = toy_trainer(tmp_path / str(len(steps)), rounds=1, aggregator=chain, server_callbacks=[keep])
+        trainer.fit(make_net(), stream)
+    (_, plain, averaged), (first, second, blended) = (keep.slots for keep in keeps)
+    assert torch.equal(second[1], plain[1])  # opened in the second stage: nothing to be pulled to
+    by_hand = (averaged[0].double() + 3.0 * first[0].double()) / 4.0
+    torch.testing.assert_close(blended[0].double(), by_hand, rtol=0, atol=1e-6)
+    assert not torch.equal(averaged[0], first[0])

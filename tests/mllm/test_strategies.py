@@ -7,7 +7,7 @@ import torch
 
 from lightning_fcl import FederatedTrainer, ServerCallback
 from lightning_fcl.data.fcit import fcit_stream
-from lightning_fcl.federated.engines.fsdp2 import fsdp2
+from lightning_fcl.federated.engines.fsdp2 import fsdp2, shard_layers
 from lightning_fcl.mllm import LoRA, MultimodalInstructionModule
 from lightning_fcl.models import subspace_layers
 from lightning_fcl.reports.files import read_table
@@ -19,6 +19,7 @@ transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("p
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.distributed,
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # PEFT asks transformers 5 for it
 ]
 
@@ -46,7 +47,7 @@ def make(folder, method):
 def machine(name):
     if name == "alone":
         return {"devices": 1}
-    strategy = CPUDeepSpeedStrategy(stage=int(name[4:])) if name.startswith("zero") else fsdp2()
+    strategy = CPUDeepSpeedStrategy(stage=int(name[4:])) if name.startswith("zero") else fsdp2(shard_layers)
     return {"devices": 2, "parallel": "model", "strategy": strategy}
 
 
@@ -98,7 +99,7 @@ def alone(request, folder, tmp_path_factory):
 @pytest.mark.parametrize("name", SHARDED)
 def test_two_processes_learn_as_one_does_and_save_whole_adapters(ranks, folder, alone, tmp_path, name):
     method, (losses, weights, _) = alone
-    (one, two) = ranks.run(fit, folder, tmp_path / "run", method, name)
+    (one, two) = ranks.run(fit, folder, tmp_path / "run", method, name, timeout=280.0)
     assert len(losses) == 4
     assert losses[0] > losses[1]
     assert one[0] == pytest.approx(losses, abs=1e-5)
@@ -112,13 +113,20 @@ def test_two_processes_learn_as_one_does_and_save_whole_adapters(ranks, folder, 
 # -- twenty clients, one after another --------------------------------------------------------------------------------
 
 
+ROUNDS_TO_LOOK = (4, 9, 14, 18)  # counted from 0; the last round has an evaluation of its own
+
+
 class Census(ServerCallback):
     """Counts what is alive after each round."""
+
+    needs_weights = False  # or the engine would be taken down for a look at them
 
     def __init__(self):
         self.counts = []
 
     def on_round_end(self, trainer, pl_module):
+        if trainer.state.global_round not in ROUNDS_TO_LOOK:
+            return
         gc.collect()
         alive = gc.get_objects()
         tensors = [o for o in alive if issubclass(type(o), torch.Tensor)]
@@ -135,18 +143,17 @@ class Census(ServerCallback):
 def switch_clients(folder, run_dir, name):
     """Twenty rounds of one client each, from two clients; what is alive after each."""
     census, module = Census(), make(folder, "lora")
-    data = fcit_stream(tasks=TASKS[:1], beta=5.0, train_size=8, test_size=2, clients=2, batch_size=4)
+    data = fcit_stream(tasks=TASKS[:1], beta=5.0, train_size=8, test_size=1, clients=2, batch_size=4)
     trainer = FederatedTrainer(
         rounds=20, clients_per_round=1, accelerator="cpu", run_dir=run_dir, score="val_acc", server_callbacks=census,
-        enable_progress_bar=False, measure_baseline=False, checkpoint_every=0, **machine(name),
+        enable_progress_bar=False, measure_baseline=False, checkpoint_every=0, limit_train_batches=1, **machine(name),
     )  # fmt: skip
     trainer.fit(module, data)
     return census.counts
 
 
 def assert_constant(counts):
-    assert len(counts) == 20
-    assert all(count == counts[5] for count in counts[5:]), counts[5:]
+    assert counts == [counts[0]] * len(ROUNDS_TO_LOOK)
 
 
 def test_twenty_client_switches_leave_nothing_behind(folder, tmp_path):
@@ -155,6 +162,6 @@ def test_twenty_client_switches_leave_nothing_behind(folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_one_engine_serves_twenty_clients_and_nothing_is_left_behind(ranks, folder, tmp_path, name):
-    for counts in ranks.run(switch_clients, folder, tmp_path, name):
+    for counts in ranks.run(switch_clients, folder, tmp_path, name, timeout=280.0):
         assert_constant(counts)
         assert counts[-1]["engines"] == 1

@@ -100,7 +100,9 @@ def test_a_run_that_was_finished_before_is_scored_from_its_last_commit(finished,
     trainer, module, report = finished
     again = make(folder)
     resumed = make_trainer(trainer.run_dir, again)
-    torch.testing.assert_close(resumed.fit(again, stream(), "auto").accuracy, report.accuracy)
+    report_again = resumed.fit(again, stream(), "auto")
+    assert report_again.accuracy.equal(report.accuracy)
+    assert report_again.wall_seconds == RunReport.load(trainer.run_dir).wall_seconds == report.wall_seconds
     held_out = HeldOut(TASKS, lambda: make(folder, "zero-shot"), size=4, batch_size=4)
     assert held_out.scores(resumed, again) == held_out.scores(trainer, module)
 

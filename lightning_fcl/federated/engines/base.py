@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_fcl._heads import modes_kept
+from lightning_fcl.federated.engines.memory_format import channels_last, wide_convolutions
 from lightning_fcl.federated.layout import Layout, Payload, build_layout, named_tensors
 from lightning_fcl.federated.metric_log import never_distributed
 from lightning_fcl.types import Metrics
@@ -32,6 +33,7 @@ class Engine(ABC):
         gradient_clip_val: Clipping limit (``None`` for none); only an engine whose backend clips by itself needs it.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         accumulate_grad_batches: Micro-batches per optimiser step.
+        channels_last: Whether images are stored channels last; ``"auto"`` goes by the module's layers.
     """
 
     module: L.LightningModule
@@ -48,11 +50,13 @@ class Engine(ABC):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str = "norm",
         accumulate_grad_batches: int = 1,
+        channels_last: bool | str = False,
     ) -> None:
         self.fabric = fabric
         self.gradient_clip_val = gradient_clip_val
         self.gradient_clip_algorithm = gradient_clip_algorithm
         self.accumulate_grad_batches = accumulate_grad_batches
+        self.channels_last = channels_last
         self.precision = fabric.strategy.precision
 
     # -- once a run -----------------------------------------------------------------------------------------------
@@ -60,6 +64,7 @@ class Engine(ABC):
     def setup(self, module: L.LightningModule, payload: Payload = "*", *, share_buffers: bool = True) -> None:
         """Cast and move ``module`` as the precision and device ask, lay out its payload, wrap it if need be."""
         self.module = module
+        self.channels_last = wide_convolutions(module) if self.channels_last == "auto" else self.channels_last
         self.precision.convert_module(module)  # in place
         module.to(self.fabric.device)
         if self.fabric.world_size > 1:  # ranks must agree from the start, whatever each drew for its own module
@@ -117,6 +122,7 @@ class Engine(ABC):
 
     def convert_batch(self, batch: Any) -> Any:
         """Cast a batch as ``Trainer`` would: "true" precisions cast inputs, mixed ones leave that to autocast."""
+        batch = channels_last(batch) if self.channels_last else batch
         return batch if isinstance(self.precision, MixedPrecision) else self.precision.convert_input(batch)
 
     def training_step(self, *args: Any) -> Any:

@@ -24,8 +24,8 @@ def fsdp2(parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module] | None = 
 
     Args:
         parallelize_fn: Shards the module in place over the mesh's ``"data_parallel"`` dimension and returns it;
-            :func:`shard_children` by default. Write your own if the model calls into the middle of a child, past the
-            child's ``forward``.
+            :func:`shard_children` by default. :func:`shard_layers` suits models that call into the middle of a child,
+            past the child's ``forward``, as LLaVA-like ones do when they write answers.
 
     Returns:
         A strategy for ``FederatedTrainer(parallel="model", strategy=...)`` or ``Fabric(strategy=...)``.
@@ -55,6 +55,41 @@ def shard_children(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
             fully_shard(child, mesh=mesh)
     fully_shard(module, mesh=mesh)
     return module
+
+
+def shard_layers(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    """Shard each element of every ``ModuleList``, at any depth, then the module itself with all that is left.
+
+    What is left (embeddings, norms, heads, a projector) is whole on every rank while a step of the module runs,
+    whichever method of a child the step calls. Layers that share a parameter with others stay with it.
+
+    Args:
+        module: Module to shard in place.
+        device_mesh: Mesh with a dimension ``"data_parallel"``.
+
+    Returns:
+        ``module``.
+    """
+    mesh = device_mesh["data_parallel"]
+    owners: dict[int, set[int]] = {}
+    layers = list(_outermost_layers(module))
+    for layer in layers:
+        for parameter in layer.parameters():
+            owners.setdefault(id(parameter), set()).add(id(layer))
+    for layer in layers:
+        mine = list(layer.parameters())
+        if mine and all(len(owners[id(parameter)]) == 1 for parameter in mine):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _outermost_layers(child)
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
