@@ -98,5 +98,5 @@ def test_auto_in_a_stock_trainer_measures_each_fit_and_resumes(tmp_path):
 
 
 def test_other_words_than_auto_are_refused():
-    with pytest.raises(MisconfigurationError, match='`strength` must be a number, one by group, or "auto"'):
+    with pytest.raises(MisconfigurationError, match='`strength` must be a number, one for each group, or "auto"'):
         ModalityEWC("strong")
