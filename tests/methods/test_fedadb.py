@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import TSGA, ClassAnchors, DualBranchMixin, FedProx, ServerProximal, TaskStream
 from lightning_fcl.aggregators import Chain, FedAvg
 from lightning_fcl.callbacks import ContinualCallback
+from lightning_fcl.data.balanced import BalancedBatches
 from lightning_fcl.functional import AnchorSet, local_branch_weight
 from tests.helpers.toy import ToyModule, assert_same_bits, make_toy, state_of, toy_data, toy_stream, toy_trainer
 
@@ -300,6 +301,21 @@ def test_a_task_stream_replays_classes_without_data(tmp_path):
     assert plain.accuracy[1, 0] < 0.5
     assert replay.accuracy[1, 0] > plain.accuracy[1, 0] + 0.2
     assert replay.accuracy[1, 1] > 0.9
+
+
+@pytest.mark.parametrize("size", [7, 8])
+def test_shares_of_a_balanced_batch_make_the_whole_one(size):
+    anchors = AnchorSet(torch.zeros(2, 6), torch.arange(2), torch.ones(2), 1.0)
+
+    def draw(*share):
+        data = DataLoader(toy_data(20), batch_size=4)
+        batches = BalancedBatches(data, anchors, 3, torch.Generator().manual_seed(0))
+        (inputs, labels), places = batches.draw(*share)
+        return torch.cat([inputs, labels[:, None], places[:, None]], dim=1)
+
+    halves = [draw(size, slice(size * rank // 2, size * (rank + 1) // 2)) for rank in range(2)]
+    assert torch.equal(torch.cat(halves), draw(size))
+    assert torch.equal(draw(size, slice(3, 3)), draw(size)[:1])  # an empty share borrows an example of no weight
 
 
 # -- beside other methods ----------------------------------------------------------------------------------------------
