@@ -260,10 +260,12 @@ class RoundRunner:
                 views[slot.name].copy_(views[slot.name].to(slot.dtype))
 
     def _lone_row(self, reducer: Reducer, accepted: list[Outcome]) -> Tensor | None:
+        if len(accepted) != 1:
+            return None
         row = reducer.lone_row()
         can_copy = self.ranks.gather_json(row is not None)
         owner = self._owner(accepted[0].client)
-        if len(accepted) != 1 or not can_copy[owner]:
+        if not can_copy[owner]:
             return None
         return self.ranks.broadcast(row.clone() if row is not None else torch.empty_like(self._scratch), owner)
 

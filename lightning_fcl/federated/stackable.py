@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_fcl.federated.trainer import FederatedTrainer
 
 _CPU_ELEMENTS = 1 << 19  # of a stack's weights: they stay in cache
+_CPU_SMALL = 1 << 15  # parameters up to which a step is calls more than arithmetic
 _GPU_ELEMENTS = 1 << 27
 _MOST_LANES = 256
 _LEAST_LANES = 4
@@ -29,8 +30,8 @@ _AUTO_LAYERS = (nn.Linear, nn.Flatten, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Si
 def stack(run: "Run") -> StackedJobs | None:
     """What trains the clients of a run in stacks, or ``None`` if they are trained one after another.
 
-    ``engine="auto"`` stacks on CPU if all layers are linear or act element by element, and the weights of at least four
-    clients fit into a core's cache; on an accelerator whatever can be stacked.
+    ``engine="auto"`` stacks on CPU if all layers are linear or act element by element and there are at most 32,768
+    parameters, since wider layers of one client use the cache better; on an accelerator whatever can be stacked.
 
     Args:
         run: Not started.
@@ -43,7 +44,7 @@ def stack(run: "Run") -> StackedJobs | None:
     reason = _why_not(trainer, run)
     if reason is None and trainer.engine == "auto":
         leaves = [child for child in engine.module.modules() if next(child.children(), None) is None]
-        if on_cpu and (fitting < _LEAST_LANES or not all(type(leaf) in _AUTO_LAYERS for leaf in leaves)):
+        if on_cpu and (engine.layout.size > _CPU_SMALL or not all(type(leaf) in _AUTO_LAYERS for leaf in leaves)):
             return None
     if reason is not None:
         if trainer.engine == "stacked":
