@@ -42,7 +42,7 @@ def main(
     tasks: Literal[3, 7] = 3,
     rounds: int = 12,
     lr: float | None = None,
-    ewc: float = 300.0,
+    ewc: float = 1000.0,
     strength: float = 0.3,
     vision: float | None = None,
     language: float | None = None,

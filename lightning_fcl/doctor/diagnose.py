@@ -57,7 +57,7 @@ def diagnose(
     seen = dry_run(trainer, module, stream)
     found.error = seen.error
     if seen.error is None:
-        _note_run(found, seen)
+        _note_run(found, seen, trainer.engine)
     else:
         found.add("error", f"dry run, {seen.phase}", seen.message)
     _check_gradients(found, seen)
@@ -71,7 +71,7 @@ def diagnose(
     return found
 
 
-def _note_run(found: Diagnosis, seen: DryRun) -> None:
+def _note_run(found: Diagnosis, seen: DryRun, wanted: str) -> None:
     layout, engine = seen.probe.layout, seen.choices["engine"]
     assert layout is not None
     found.add("ok", "dry run", "two rounds of a few clients, evaluation and commits went through")
@@ -80,6 +80,8 @@ def _note_run(found: Diagnosis, seen: DryRun) -> None:
         why += (
             "; parameters are views of one vector" if layout.uniform else "; its dtypes differ, so tensors are copied"
         )
+    if wanted != "sequential":
+        why += f"; engine={wanted!r} was examined in sequence, and the run may stack clients"
     found.add("note", "engine", f"{engine}, {seen.choices['world_size']} process(es): {why}")
 
 

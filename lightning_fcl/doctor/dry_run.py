@@ -115,6 +115,7 @@ def _copies(
 def _make_short(dry: "FederatedTrainer", folder: Path, seen: DryRun) -> None:
     dry.run_dir = folder
     dry.rounds = ROUNDS
+    dry.engine = "sequential"  # the probe looks at one client at a time
     if not isinstance(dry.chain.reducer, RowReducer):  # robust rules may need all
         dry.clients_per_round = min(dry.clients_per_round, CLIENTS)
     dry.local_epochs, dry.local_steps = 1, STEPS

@@ -27,7 +27,7 @@ _COUNTS = (
 )
 _CHOICES = {
     "parallel": ("clients", "model"),
-    "engine": ("auto", "sequential"),
+    "engine": ("auto", "sequential", "stacked"),
     "channels_last": ("auto", True, False),
     "gradient_clip_algorithm": ("norm", "value"),
     "on_client_error": ("raise", "skip", "retry"),

@@ -81,22 +81,29 @@ class PreloadedLoader:
     def __len__(self) -> int:
         return self._length
 
+    def draw_order(self) -> Tensor | None:
+        """The next epoch's order, from the draws that an epoch makes; ``None``: as the examples lie."""
+        torch.empty((), dtype=torch.int64).random_()
+        return self._permutation() if self._shuffles else None
+
+    def _permutation(self) -> Tensor:
+        generator = torch.Generator()  # RandomSampler seeds one of its own when the first batch is asked for
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        return torch.randperm(len(self.dataset), generator=generator)
+
     def __iter__(self) -> Iterator[list[Tensor]]:
         torch.empty((), dtype=torch.int64).random_()  # a DataLoader draws its workers' base seed when it is opened
         return self._batches()
 
     def _batches(self) -> Iterator[list[Tensor]]:
-        count, batch_size, batches = len(self.dataset), self.plain.batch_size, self._length
+        batch_size, batches = self.plain.batch_size, self._length
         assert batch_size is not None
         if not self._shuffles:
             for start in range(0, batches * batch_size, batch_size):
                 # Copies: a step may change its batch in place.
                 yield [column[start : start + batch_size].clone() for column in self.dataset.columns]
             return
-        generator = torch.Generator()  # RandomSampler seeds one of its own when the first batch is asked for
-        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        order = torch.randperm(count, generator=generator)
-        for indices in torch.split(order, batch_size)[:batches]:  # drop_last leaves one fewer
+        for indices in torch.split(self._permutation(), batch_size)[:batches]:  # drop_last leaves one fewer
             yield self.dataset.take(indices)
 
 

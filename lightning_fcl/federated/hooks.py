@@ -136,6 +136,10 @@ class HookTable:
         """Whether anybody listens to hook ``name``."""
         return name in self._callbacks or name in self._module
 
+    def names(self) -> set[str]:
+        """The hooks that anybody listens to."""
+        return self._callbacks.keys() | self._module.keys()
+
     def call_callbacks(self, name: str, trainer: Any, pl_module: L.LightningModule, *args: Any) -> None:
         """Call hook ``name`` on the callbacks only."""
         for method in self._callbacks.get(name, ()):

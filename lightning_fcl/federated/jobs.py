@@ -1,13 +1,10 @@
 """Client jobs of one round on this rank: download, train or measure, upload; every failure has a name."""
 
-import random
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import lightning as L
-import numpy as np
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -21,6 +18,7 @@ from lightning_fcl.federated.context import ClientContext, JobInfo
 from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.guard import all_finite
 from lightning_fcl.federated.hooks import HookTable
+from lightning_fcl.federated.sampling import seed_generators
 from lightning_fcl.federated.state import RoundState
 from lightning_fcl.federated.structure import Structure
 from lightning_fcl.federated.uploads import check_upload
@@ -120,7 +118,7 @@ class ClientJobs:
         self.downloads: dict[str, dict[str, Any]] = {}
         self.broadcast: Broadcasts = {}
         self.error: Exception | None = None
-        self._facts = ModuleFacts(engine)
+        self.facts = ModuleFacts(engine)
         self._structure = Structure(engine.module)
         self._row = engine.layout.new_vector(engine.fabric.device)
         self._row_views = engine.layout.views(self._row)
@@ -187,13 +185,13 @@ class ClientJobs:
         )
         self._structure = self._structure if self._structure.holds() else Structure(engine.module)
         seed_generators(info.seed)
-        training = LocalTraining(engine, self.hooks, context, loader, self._facts, timeout=budget.timeout)
+        training = LocalTraining(engine, self.hooks, context, loader, self.facts, timeout=budget.timeout)
         training.run(own.get("optimizers"))
         self._check_trainable()
         engine.read(self._row)
         if not all_finite(self._row):
             raise FloatingPointError("the weights after local training hold NaN or infinite values")
-        update = _update_of(
+        update = update_of(
             info,
             {**self._row_views, **engine.get_tensors(engine.layout.counters)},
             metrics=engine.mean_over_ranks(context._log.reduced()),
@@ -223,7 +221,7 @@ class ClientJobs:
             self.hooks.call("on_task_end", context, self.engine.module)
             extra = self._extra(context)
         self._keep(info.client, context)
-        return [_update_of(info, {}, extra=extra)] if extra else []
+        return [update_of(info, {}, extra=extra)] if extra else []
 
     lr_factor: Callable[[JobInfo], float] = staticmethod(lambda info: 1.0)
 
@@ -308,19 +306,6 @@ class ClientJobs:
         return extra
 
 
-def seed_generators(seed: int) -> None:
-    """What ``lightning.seed_everything(seed)`` draws from, without its environment variables.
-
-    ``torch.manual_seed`` would also queue a call with a stack trace for every kind of device that was never started,
-    which costs more than a small client's forward pass.
-    """
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
-
-
 def pack_update(update: ClientUpdate, engine: Engine, row: Tensor) -> Tensor:
     """The update as one flat row, shape ``[layout.size]``."""
     return update.flat if update.flat is not None else engine.layout.pack(update.tensors, row)
@@ -336,7 +321,8 @@ def warn_failures(outcomes: Iterable[Outcome], global_round: int) -> None:
             )
 
 
-def _update_of(info: JobInfo, tensors: Params, **options: Any) -> ClientUpdate:
+def update_of(info: JobInfo, tensors: Params, **options: Any) -> ClientUpdate:
+    """What a job sends."""
     origin: dict[str, Any] = {"client": info.client, "task": info.task, "round": info.round}
     return ClientUpdate(**origin, num_examples=float(info.num_examples), tensors=tensors, **options)
 

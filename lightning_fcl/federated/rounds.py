@@ -1,6 +1,6 @@
 """One round: sampled clients train on their ranks, the guard checks, the aggregator merges."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_fcl.federated.context import JobInfo
 from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.guard import UpdateGuard, all_finite
 from lightning_fcl.federated.jobs import ClientJobs, Failure, Outcome, pack_update
+from lightning_fcl.federated.stacked import StackedJobs
 from lightning_fcl.federated.state import RoundState
 from lightning_fcl.federated.uploads import Uploads
 from lightning_fcl.functional.mean import delta_dot
@@ -43,6 +44,7 @@ class RoundRunner:
         chain.reducer.prepare(engine.layout.places)
         self._scratch = engine.layout.new_vector(engine.fabric.device)
         self.probe_bytes = 0
+        self.stack: StackedJobs | None = None
 
     def init(self, state: RoundState) -> list[Any]:
         """States of the server steps before the first round."""
@@ -79,8 +81,7 @@ class RoundRunner:
             round=state.round,
         )
         outcomes: dict[int, Outcome] = {}
-        for place in owned:
-            outcome, updates = self.jobs.run(self._download(state, infos[place].client), infos[place], self.jobs.train)
+        for outcome, updates in self._job_results(state, [infos[place] for place in owned]):
             outcomes[outcome.client] = outcome
             for update in updates:
                 self._receive(update, guard, outcomes, outcome)
@@ -90,6 +91,13 @@ class RoundRunner:
             if outcome.raised:
                 break
         return self._share_outcomes([outcomes[c] for c in sorted(outcomes)])
+
+    def _job_results(self, state: RoundState, infos: list[JobInfo]) -> Iterator[tuple[Outcome, list[ClientUpdate]]]:
+        if self.stack is not None:
+            yield from self.stack.run(self._download(state, -1), infos)
+            return
+        for info in infos:
+            yield self.jobs.run(self._download(state, info.client), info, self.jobs.train)
 
     def measure(self, state: RoundState, infos: list[JobInfo]) -> list[Outcome]:
         """The boundary pass of all given clients."""
@@ -252,10 +260,12 @@ class RoundRunner:
                 views[slot.name].copy_(views[slot.name].to(slot.dtype))
 
     def _lone_row(self, reducer: Reducer, accepted: list[Outcome]) -> Tensor | None:
+        if len(accepted) != 1:
+            return None
         row = reducer.lone_row()
         can_copy = self.ranks.gather_json(row is not None)
         owner = self._owner(accepted[0].client)
-        if len(accepted) != 1 or not can_copy[owner]:
+        if not can_copy[owner]:
             return None
         return self.ranks.broadcast(row.clone() if row is not None else torch.empty_like(self._scratch), owner)
 

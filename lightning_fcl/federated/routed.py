@@ -18,10 +18,10 @@ from lightning_fcl.federated.client import BatchTransfer
 from lightning_fcl.federated.comm import Ranks
 from lightning_fcl.federated.context import JobInfo
 from lightning_fcl.federated.engines.base import Engine
-from lightning_fcl.federated.jobs import ClientJobs, Failure, Outcome, seed_generators
+from lightning_fcl.federated.jobs import ClientJobs, Failure, Outcome
 from lightning_fcl.federated.layout import named_tensors
 from lightning_fcl.federated.rounds import RoundRunner
-from lightning_fcl.federated.sampling import derive_seed
+from lightning_fcl.federated.sampling import derive_seed, seed_generators
 from lightning_fcl.federated.state import RoundState, Slots
 from lightning_fcl.serialize import clone_tree, dump_tree, load_bytes, tree_bytes
 from lightning_fcl.types import ClientUpdate

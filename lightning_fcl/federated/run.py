@@ -23,12 +23,12 @@ from lightning_fcl.federated.context import ClientContext, JobInfo
 from lightning_fcl.federated.engines.base import Engine
 from lightning_fcl.federated.evaluate import evaluate, pick_score
 from lightning_fcl.federated.hooks import HookTable
-from lightning_fcl.federated.jobs import ClientJobs, JobSettings, Outcome, seed_generators, warn_failures
+from lightning_fcl.federated.jobs import ClientJobs, JobSettings, Outcome, warn_failures
 from lightning_fcl.federated.persist import commit
 from lightning_fcl.federated.rounds import client_means
 from lightning_fcl.federated.routed import make_rounds
 from lightning_fcl.federated.run_folder import RunFolder
-from lightning_fcl.federated.sampling import client_seed, derive_seed, sample_clients
+from lightning_fcl.federated.sampling import client_seed, derive_seed, sample_clients, seed_generators
 from lightning_fcl.federated.state import RoundState
 from lightning_fcl.serialize import tree_bytes
 from lightning_fcl.types import Metrics

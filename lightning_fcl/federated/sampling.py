@@ -3,6 +3,9 @@
 import hashlib
 import random
 
+import numpy as np
+import torch
+
 
 def derive_seed(seed: int, *path: str | int) -> int:
     """A 32-bit seed from the run's seed and a path of labels, stable across machines and versions.
@@ -52,3 +55,16 @@ def sample_clients(available: list[int], count: int, seed: int, task: int, round
     """
     stream = random.Random(derive_seed(seed, "sample", task, round))
     return sorted(stream.sample(sorted(available), min(count, len(available))))
+
+
+def seed_generators(seed: int) -> None:
+    """What ``lightning.seed_everything(seed)`` draws from, without its environment variables.
+
+    ``torch.manual_seed`` would also queue a call with a stack trace for every kind of device that was never started,
+    which costs more than a small client's forward pass.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)

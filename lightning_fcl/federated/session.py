@@ -29,6 +29,7 @@ from lightning_fcl.federated.layout import named_tensors
 from lightning_fcl.federated.persist import restore
 from lightning_fcl.federated.run import Run
 from lightning_fcl.federated.run_folder import RunFolder
+from lightning_fcl.federated.stackable import stack
 from lightning_fcl.reports.run_report import REPORT, RunReport
 
 if TYPE_CHECKING:
@@ -158,6 +159,8 @@ def start_run(
     engine.fabric.barrier()  # nobody writes before all have looked
     folder = RunFolder(trainer.run_dir, enabled=trainer.is_global_zero)
     run = Run(trainer, engine, stream, folder, _fingerprint(trainer, engine, stream))
+    run.rounds.stack = stack(run)
+    engine.stacked = run.rounds.stack is not None
     if checkpoint is not None:
         for line in restore(run, checkpoint, strict=strict):
             engine.fabric.print(f"resumed with another setting: {line}", file=sys.stderr)
@@ -214,6 +217,7 @@ def run_config(trainer: "FederatedTrainer", engine: Engine, stream: "TaskStream"
         "stream": describe(stream.summary()),
         "choices": {
             "engine": type(engine).__name__,
+            "jobs": "stacked" if engine.stacked else "sequential",
             "channels_last": engine.channels_last,
             "world_size": engine.fabric.world_size,
         },

@@ -56,7 +56,7 @@ _MODALITIES = ("vision", "language", "projector")
 
 @dataclass(frozen=True, kw_only=True)
 class Strengths:
-    """How strong each part is; by default what was best on drawn posts with a seed that no table uses (10).
+    """How strong each part is; by default what was best on drawn posts with seeds that no table uses (10 to 12).
 
     Args:
         ewc: Of EWC-FL.
@@ -70,7 +70,7 @@ class Strengths:
         gem: Raw posts that a client of GEM-FL keeps per task; FedCMM rehearses as many embeddings.
     """
 
-    ewc: float = 300.0
+    ewc: float = 1000.0
     vision: float = 0.3
     language: float = 0.3
     projector: float = 0.3

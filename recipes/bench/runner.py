@@ -1,7 +1,7 @@
 """The library on the peers' own work: weights, data, cohorts and batch order come from a bench folder's ``common.py``.
 
     python recipes/bench/runner.py --bench-dir ../shared/bench --size S
-    python recipes/bench/runner.py --bench-dir ../shared/bench --size X --engine stacked
+    python recipes/bench/runner.py --bench-dir ../shared/bench --size X --engine stacked --hooks=false
     python recipes/bench/runner.py --bench-dir ../shared/bench --size M --procs 2
 
 Prints the one line ``JSON {...}`` that the folder's other runners print, so that its interleaved driver can run it; the
@@ -115,9 +115,10 @@ def main(
     samples: int | None = None,
     threads: int = 1,
     procs: int = 1,
-    engine: str = "auto",
+    engine: str = "sequential",
     channels_last: bool = False,
     ragged: bool = False,
+    hooks: bool = True,
     commit: bool = False,
     out: Path | None = None,
 ) -> None:
@@ -135,6 +136,7 @@ def main(
         engine: As in ``FederatedTrainer``.
         channels_last: As in ``FederatedTrainer``.
         ragged: Clients of unequal size.
+        hooks: A callback that listens to every step; it keeps jobs from being stacked.
         commit: Commit every round.
         out: Run folder; by default one that is deleted.
     """
@@ -151,7 +153,7 @@ def main(
         stream.trainer = trainer = FederatedTrainer(
             rounds=cfg["rounds"],
             clients_per_round=cfg["cohort"],
-            callbacks=[CountSteps()],
+            callbacks=[CountSteps()] if hooks else [],
             server_callbacks=[Marks(walls)],
             accelerator="cpu",
             devices=procs,

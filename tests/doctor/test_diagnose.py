@@ -241,3 +241,11 @@ def test_frozen_weights_get_their_dtype_back(tmp_path):
     assert found.ok, found
     assert_same_bits(before, state_of(module))
     assert module.net[0].weight.dtype == torch.float32
+
+
+def test_a_run_that_stacks_clients_is_examined_in_sequence(tmp_path):
+    trainer = toy_trainer(tmp_path / "run", engine="stacked")
+    found = diagnose(trainer, make_toy(), toy_stream())
+    (note,) = [finding.text for finding in found.findings if finding.subject == "engine"]
+    assert "engine='stacked' was examined in sequence" in note
+    assert trainer.engine == "stacked"

@@ -42,6 +42,8 @@ class Engine(ABC):
     """Whether the backend clips by itself, so that the loop must not."""
     sharded: bool = False
     """Whether weights or optimiser states are spread over ranks."""
+    stacked: bool = False
+    """Whether clients are trained in stacks."""
 
     def __init__(
         self,

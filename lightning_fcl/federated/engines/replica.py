@@ -1,6 +1,7 @@
 """One plain replica per process: the payload lives in one flat, aligned buffer, and parameters are views of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +77,35 @@ class ReplicaEngine(Engine):
                 out[slot.start : slot.stop].view(slot.shape).copy_(table[name])
         else:
             self.layout.pack(named_tensors(self.module), out)
+
+    # -- stacks of clients ------------------------------------------------------------------------------------------
+
+    def own_parameters(self) -> list[Tensor]:
+        """The module's travelling parameters, in the layout's order."""
+        return self._own
+
+    @contextmanager
+    def borrowed(self, rows: Tensor) -> Iterator[list[Tensor]]:
+        """Lend the module's places to stacked tensors; afterwards its own parameters are back.
+
+        Args:
+            rows: One client's payload per row, shape ``[K, layout.size]``.
+
+        Yields:
+            Leaf views of ``rows``, one per parameter, each of shape ``[K, *shape]``.
+        """
+        slots = self.layout.slots
+        leaves = [rows[:, s.start : s.stop].view(len(rows), *s.shape).detach().requires_grad_() for s in slots]
+        self._own = [table[name] for table, name, _, _ in self._places]
+        try:
+            yield leaves
+        finally:
+            self.install(self._own)
+
+    def install(self, tensors: Sequence[Tensor]) -> None:
+        """Put tensors, one per slot, where the module looks for its parameters."""
+        for (table, name, _, _), tensor in zip(self._places, tensors, strict=True):
+            table[name] = tensor
 
     @override
     def optimizer_step(
