@@ -38,12 +38,17 @@ class LaneMode(TorchFunctionMode):
         """Whether ``value`` is a tensor with a lane dimension."""
         return id(value) in self._lanes
 
+    def _any_lanes(self, values: Iterable[Any]) -> bool:
+        return any(
+            self._any_lanes(value) if isinstance(value, tuple | list) else self.has_lanes(value) for value in values
+        )
+
     def __torch_function__(
         self, func: Rule, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Apply the rule of ``func``."""
         kwargs = kwargs or {}
-        if not any(map(self.has_lanes, args)) and not any(map(self.has_lanes, kwargs.values())):
+        if not self._any_lanes(args) and not self._any_lanes(kwargs.values()):
             return func(*args, **kwargs)
         rule = _RULES.get(func)
         if rule is None:
@@ -55,9 +60,10 @@ class LaneMode(TorchFunctionMode):
 
 
 def _elementwise(mode: LaneMode, func: Rule, *args: Any, **kwargs: Any) -> Tensor:
-    dims = {arg.dim() for arg in args if mode.has_lanes(arg)}
-    others = [arg for arg in args if isinstance(arg, Tensor) and not mode.has_lanes(arg) and arg.dim()]
-    if len(dims) > 1 or others or kwargs.get("inplace"):
+    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+    dims = {tensor.dim() for tensor in tensors if mode.has_lanes(tensor)}
+    others = [tensor for tensor in tensors if not mode.has_lanes(tensor) and tensor.dim()]
+    if len(dims) > 1 or others or kwargs.get("inplace") or any(arg is True for arg in args):
         raise NotStackable(f"`{func.__name__}` of tensors of unlike dimensions, or in place, has no rule")
     result: Tensor = func(*args, **kwargs)
     return result

@@ -73,10 +73,13 @@ def _module_reason(run: "Run") -> str | None:
     buffers = layout.counters or layout.local or layout.transient or layout.slots[-1].start >= layout.num_params
     tied = len(list(module.named_parameters(remove_duplicate=False))) > len(list(module.parameters()))
     draws = any(isinstance(child, _DRAWING) and getattr(child, "p", 1.0) for child in module.modules())
+    hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
+    hooked |= any(child._backward_hooks or child._backward_pre_hooks for child in module.modules())
     reasons = {
         "the module optimises by hand": not module.automatic_optimization,
         "the module has buffers, or parameters that stay with the client": bool(buffers),
         "the module has tied weights": tied,
+        "a hook of a parameter or layer acts on gradients": hooked,
         "the module draws random numbers (dropout)": draws,
         **{f"the module has its own `{name}`": overridden(module, name) for name in _MODULE_METHODS},
     }

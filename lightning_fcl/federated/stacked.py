@@ -1,17 +1,16 @@
 """All sampled clients of a rank in one vectorised step: ``engine="stacked"``."""
 
-import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from lightning_fcl.federated.client_data import PreloadedLoader
 from lightning_fcl.federated.context import ClientContext, JobInfo
@@ -23,6 +22,7 @@ from lightning_fcl.federated.metric_log import MetricLog
 from lightning_fcl.federated.sampling import seed_generators
 from lightning_fcl.federated.stacked_data import LaneData
 from lightning_fcl.federated.state import RoundState
+from lightning_fcl.federated.step_state import StepState
 from lightning_fcl.types import ClientUpdate
 
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adamax)
@@ -88,6 +88,7 @@ class StackedJobs:
         self.reason: str | None = None
         self.by_rules = True
         self._checked = False
+        self._kept: StepState | None = None
 
     def run(self, state: RoundState, infos: Sequence[JobInfo]) -> Iterator[tuple[Outcome, list[ClientUpdate]]]:
         """Train clients; results come in their order.
@@ -117,6 +118,8 @@ class StackedJobs:
             lines = str(error).strip().splitlines() or [""]
             self.reason = lines[0] if isinstance(error, NotStackable) else f"{type(error).__name__}: {lines[0]}"
             warn_sequential(self.reason)
+            if self._kept is not None:
+                self._kept.restore()
             return {}
         return lanes
 
@@ -145,9 +148,9 @@ class StackedJobs:
         engine.load(state.params)
         rows = state.params.repeat(len(chunk), 1)
         lanes = [_Lane(row) for row in rows]
-        context = self._context(chunk[0][0], data)
+        context = self._context(state, chunk[0][0], data)
         seed_generators(chunk[0][0].seed)
-        before = None if self._checked else _generator_states()
+        self._kept = StepState(self.module)
         with context.attached(), torch.enable_grad(), engine.borrowed(rows) as leaves:
             optimizer = self._optimizer(context, leaves)
             for epoch, index, groups in data.steps(engine.convert_batch):
@@ -158,17 +161,23 @@ class StackedJobs:
                 gradients = torch.autograd.grad(total, leaves, allow_unused=True)
                 if any(gradient is None for gradient in gradients):
                     raise NotStackable("the step does not use all trainable parameters")
-                if before is not None and _generator_states() != before:
-                    raise NotStackable("the step draws random numbers")
+                if not self._checked:
+                    self._check_unchanged()
                 for leaf, gradient in zip(leaves, gradients, strict=True):
                     leaf.grad = gradient
                 plain_sgd_step(optimizer) if is_plain_sgd(optimizer) else optimizer.step()
                 context._progress.step += 1
-                before = None
-        self._checked = True
+                if context.should_stop:
+                    raise NotStackable("the step stops the training")
+            self._check_unchanged()  # once more, since a step may do other things in another epoch, round or task
+        self._checked = self._checked or len(chunk) > 1  # a lone lane cannot show that lanes do not mix
         return {info.client: lane for (info, _), lane in zip(chunk, lanes, strict=True)}
 
-    def _context(self, info: JobInfo, data: LaneData) -> StackContext:
+    def _check_unchanged(self) -> None:
+        if self._kept is not None and (change := self._kept.change()):
+            raise NotStackable(change)
+
+    def _context(self, state: RoundState, info: JobInfo, data: LaneData) -> StackContext:
         jobs = self.jobs
         return StackContext(
             engine=self.engine,
@@ -180,6 +189,7 @@ class StackedJobs:
             callbacks=jobs.callbacks,
             loggers=jobs.settings.loggers,
             stream=jobs.data.stream,
+            task_anchor=None if state.task_anchor is None else self.engine.layout.views(state.task_anchor),
             broadcast=jobs.broadcast,
             lr_factor=jobs.lr_factor(info),
             default_root_dir=jobs.settings.run_dir,
@@ -193,6 +203,13 @@ class StackedJobs:
                 "`configure_optimizers` returns something else than one optimizer of "
                 f"{', '.join(kind.__name__ for kind in _ELEMENTWISE)} without a scheduler"
             )
+        if (
+            optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+        ):
+            raise NotStackable("a hook of the optimizer would see all clients at once")
         stacked = dict(zip(map(id, self.engine.own_parameters()), leaves, strict=True))
         for group in optimizer.param_groups:
             group["params"] = [stacked[id(parameter)] for parameter in group["params"] if id(parameter) in stacked]
@@ -213,8 +230,10 @@ class StackedJobs:
         parameters = leaves if members is None else [leaf.index_select(0, members) for leaf in leaves]
         losses, names, values = self._step(parameters, batch, index, context)
         chosen = lanes if members is None else [lanes[place] for place in members.tolist()]
+        if any(isinstance(one, Tensor) and one.numel() != len(chosen) for one in (losses, *values)):
+            raise NotStackable("the loss, or something that is logged, is not one number for each client")
         for (name, options), value in zip(names, values, strict=True):
-            column = value.tolist() if isinstance(value, Tensor) else [value] * len(chosen)
+            column = value.flatten().tolist() if isinstance(value, Tensor) else [value] * len(chosen)
             for lane, number in zip(chosen, column, strict=True):
                 lane.log.batch = batch[0].shape[1]
                 lane.log.log(name, number, **options)
@@ -229,10 +248,10 @@ class StackedJobs:
             self.by_rules = False
             return self._by_vmap(parameters, batch, index, context)
         if not self._checked:  # rules are trusted once they have shown to give what vmap gives
-            losses = self._by_vmap(parameters, batch, index, context)[0]
-            if result[0].shape != losses.shape or not torch.allclose(result[0], losses, rtol=1e-4, atol=1e-6):
+            proven = self._by_vmap(parameters, batch, index, context)
+            if not all(map(_agree, (result[0], *result[2]), (proven[0], *proven[2]))):
                 self.by_rules = False
-                return self._by_vmap(parameters, batch, index, context)
+                return proven
         return result
 
     def _by_rules(self, parameters: list[Tensor], batch: list[Tensor], index: int, context: Any) -> _Result:
@@ -244,7 +263,7 @@ class StackedJobs:
             loss = self._call(list(batch), index)
         if not mode.has_lanes(loss) or loss.dim() != 1:
             raise NotStackable("the loss is not one number for each client")
-        return loss, log.names, [v if not isinstance(v, Tensor) or v.dim() else v.item() for v in log.values]
+        return loss, log.names, [v.item() if isinstance(v, Tensor) and not mode.has_lanes(v) else v for v in log.values]
 
     def _by_vmap(self, parameters: list[Tensor], batch: list[Tensor], index: int, context: Any) -> _Result:
         log = context._log = _StepLog()
@@ -273,7 +292,8 @@ def warn_sequential(reason: str) -> None:
     )
 
 
-def _generator_states() -> tuple[Any, ...]:
-    kind, keys, *rest = np.random.get_state()
-    torch_state = bytes(torch.default_generator.get_state().numpy())
-    return random.getstate(), kind, bytes(keys), tuple(rest), torch_state  # type: ignore[arg-type]
+def _agree(by_rules: Any, by_vmap: Tensor) -> bool:
+    """Whether two ways gave the same; ``by_vmap`` has a number for each lane."""
+    found = torch.as_tensor(by_rules, dtype=torch.float64, device=by_vmap.device)
+    same_shape = not found.dim() or found.shape == by_vmap.shape
+    return same_shape and torch.allclose(found.expand_as(by_vmap), by_vmap.double(), 1e-4, 1e-6, equal_nan=True)

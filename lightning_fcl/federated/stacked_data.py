@@ -62,8 +62,8 @@ class LaneData:
         columns = []
         for field in range(len(self.loaders[0].dataset.columns)):
             parts = [loader.dataset.columns[field] for loader in self.loaders]
-            if len({part.shape[1:] for part in parts}) > 1:
-                raise NotStackable("examples of clients differ in shape")
+            if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
+                raise NotStackable("examples of clients differ in shape or dtype")
             column = parts[0].new_empty((len(parts), longest, *parts[0].shape[1:]))
             for place, (part, length) in enumerate(zip(parts, self.lengths, strict=True)):
                 order = self.orders[place][epoch]

@@ -185,3 +185,14 @@ def test_bad_references_and_outputs_are_refused():
         weighted_delta_sum(rows, rows[0], weights, out=torch.empty(3))
     with pytest.raises(ValueError, match="`rows` must be float64"):
         tree_sum(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [0.1, 0.3, 0.0123])
+def test_an_inner_product_of_equal_entries_keeps_its_digits(value, dtype):
+    row = torch.full((100_000,), value, dtype=dtype)
+    exact = row.double().square().sum().item()
+    direction = torch.full((100_000,), value**-1, dtype=torch.float64)
+    assert mean.delta_dot(row) == pytest.approx(exact, rel=1e-6)
+    assert mean.delta_dot(row, torch.zeros_like(row)) == pytest.approx(exact, rel=1e-6)
+    assert mean.delta_dot(row, None, direction) == pytest.approx(row.double().dot(direction).item(), rel=1e-6)

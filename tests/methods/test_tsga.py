@@ -74,6 +74,14 @@ def test_orthogonal_clients_score_one_over_the_root_of_their_number(clients, kep
     assert (logs["tsga/kept"], logs["tsga/fallback"]) == (clients, float(kept == 0))
 
 
+def test_long_orthogonal_updates_of_one_size_pass_at_one_half():
+    updates = torch.zeros(4, 4 * 70_000)
+    for client, row in enumerate(updates):
+        row[client * 70_000 : (client + 1) * 70_000] = 0.0123  # what one step of Adam, or of signs, gives
+    scores = tsga(updates, torch.ones(4)).scores
+    assert scores.tolist() == pytest.approx([0.5] * 4, abs=1e-6)  # the slack of the threshold
+
+
 @pytest.mark.parametrize("angle", [60, 120, 130])
 def test_two_clients_cannot_be_told_apart(angle):
     radians = math.radians(angle)
