@@ -37,12 +37,15 @@ def _option(text: str, switches: Collection[str]) -> str:
     return f"--{name}=true" if name in switches and not equals else f"--{name}{equals}{value}"
 
 
-def chosen_methods(method: str | Sequence[str], known: Collection[str]) -> list[str]:
+def chosen_methods(
+    method: str | Sequence[str], known: Collection[str], groups: Mapping[str, Collection[str]] | None = None
+) -> list[str]:
     """The methods to run.
 
     Args:
-        method: Names, or ``"all"``.
-        known: What ``"all"`` stands for, and whatever else may be named.
+        method: Names, or the name of a group.
+        known: All that may be named.
+        groups: What one word stands for; by default ``"all"`` for all that is known.
 
     Raises:
         MisconfigurationError: If a name is unknown.
@@ -51,10 +54,12 @@ def chosen_methods(method: str | Sequence[str], known: Collection[str]) -> list[
         >>> chosen_methods("all", ["none", "ewc"]), chosen_methods("ewc", ["none", "ewc"])
         (['none', 'ewc'], ['ewc'])
     """
-    names = list(known) if method == "all" else [method] if isinstance(method, str) else list(method)
+    groups = groups or {"all": known}
+    names = list(groups.get(method, [method])) if isinstance(method, str) else list(method)
     for name in names:
         if name not in known:
-            raise MisconfigurationError(f"`method` must be all or one of {', '.join(known)}, got {name!r}.")
+            words = ", ".join([*groups, *known]).removeprefix("all, ")
+            raise MisconfigurationError(f"`method` must be all or one of {words}, got {name!r}.")
     return names
 
 

@@ -104,7 +104,7 @@ def main(
     Returns:
         The figures of each run, by the name of its folder.
     """
-    names = chosen_methods(GROUPS.get(str(method), method or ()), TITLES)
+    names = chosen_methods(method or (), TITLES, GROUPS)
     if preset:
         clients, sampled, rounds, epochs, rank, lr = *FCIT_PRESET.values(), 1, 8, 2e-4
     if smoke:

@@ -100,7 +100,7 @@ def main(
     Returns:
         The figures of each run, by the name of its folder.
     """
-    names = chosen_methods(GROUPS.get(str(method), method), METHODS)
+    names = chosen_methods(method, METHODS, GROUPS)
     clients, sampled = SETTINGS[setting]
     if smoke:
         rounds, epochs, clients, sampled, steps = 2, 2, 6, 3, 20

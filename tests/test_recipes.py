@@ -323,6 +323,13 @@ def test_methods_are_chosen_by_name():
         chosen_methods(["a", "c"], ["a", "b"])
 
 
+def test_groups_of_methods_are_chosen_and_named():
+    groups = {"all": ["a", "b"], "few": ["b"]}
+    assert chosen_methods("few", ["a", "b", "c"], groups) == ["b"]
+    with pytest.raises(MisconfigurationError, match=r"`method` must be all or one of few, a, b, c, got 'd'\."):
+        chosen_methods("d", ["a", "b", "c"], groups)
+
+
 def test_given_folder_goes_before_the_environment(monkeypatch):
     monkeypatch.setenv("FCL_DATA", "home")
     assert real_data(Path("mine"), "digits") == Path("mine")

@@ -128,7 +128,7 @@ def instruction_sets(
     if not names or not set(names) <= set(found):
         raise DatasetError(
             f"`data_dir` must hold train.jsonl in a folder for each of {names or 'the tasks'}, got {found} in "
-            f"{str(folder)!r}."
+            f"{str(folder)!r}. Is the folder right?"
         )
     return {
         name: (_read(folder / name, "train", train_size), _read(folder / name, "test", test_size)) for name in names

@@ -64,6 +64,8 @@ def load_images(
     folder = Path(path)
     try:
         train_arrays, test_arrays, owners = _read(folder)
+    except DatasetError:
+        raise
     except _UNREADABLE as error:
         raise DatasetError(f"`path` must hold an image set that `load_images` knows, got {error!r}.") from error
     (x, y), (tx, ty) = train_arrays, test_arrays

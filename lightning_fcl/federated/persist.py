@@ -84,7 +84,8 @@ def restore(run: "Run", checkpoint: Checkpoint, *, strict: bool) -> list[str]:
     if changed and strict:
         raise ResumeMismatchError(
             "this run was started with other settings (there -> here):\n  " + "\n  ".join(changed) + "\n"
-            "Use the same settings, another `run_dir`, or fit(..., strict_resume=False) to go on anyway."
+            "Use the same settings, another `run_dir` (of a recipe: `--out`), or fit(..., strict_resume=False) to go "
+            "on anyway."
         )
     expected = {slot.name for slot in layout.slots} | set(layout.counters)
     if difference := sorted(expected ^ set(checkpoint.model))[:3]:

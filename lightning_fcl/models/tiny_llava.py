@@ -87,7 +87,7 @@ def make_config(tokenizer: Any, *, width: int = 128, layers: int = 4) -> Any:
     Args:
         tokenizer: Gives the size of the vocabulary and the special tokens.
         width: Width of both towers; heads are 32 wide, feed-forward layers twice the width.
-        layers: Layers of each tower; with 4 of width 128, about 1.4 million parameters.
+        layers: Layers of each tower; with 4 of width 128, about 1.3 million parameters.
 
     Raises:
         MissingExtraError: If transformers is not installed (extra ``mllm``).

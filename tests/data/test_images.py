@@ -78,7 +78,7 @@ def test_drawers_are_clients_and_drawn_once(tmp_path):
 
 
 def test_what_is_no_image_set_is_named(tmp_path):
-    with pytest.raises(DatasetError, match=r"`path` must hold train.npz, .* Is the folder right\?"):
+    with pytest.raises(DatasetError, match=r"^`path` must hold train.npz, .* Is the folder right\?"):
         load_images(tmp_path)
     np.savez(tmp_path / "train.npz", x=np.zeros((3, 4, 4)), y=np.zeros(3))
     with pytest.raises(DatasetError, match="uint8 images"):
