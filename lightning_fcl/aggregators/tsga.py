@@ -105,7 +105,8 @@ class TSGA(Reducer):
         self._reference, self._size, self._owned = reference, size, owned
         self._origin = self._part(reference)
         self._rows: dict[int, Tensor] = {}
-        if self._kept.shape != (len(owned), len(reference)) or self._kept.dtype != reference.dtype:
+        fits = self._kept.shape == (len(owned), len(reference)) and self._kept.dtype == reference.dtype
+        if not fits or self._kept.device != reference.device:  # another run may be elsewhere
             self._kept = reference.new_empty(len(owned), len(reference))
         self._norms: dict[int, float] = {}
         self._tree.restart(self._origin, size, owned)

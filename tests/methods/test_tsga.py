@@ -249,3 +249,10 @@ def test_the_study_of_the_threshold_runs(tmp_path):
     report = bench.main(clients=(3,), cosines=(0.5,), rounds=5, seeds=1, out=tmp_path / "out.json")
     summary = report["runs"][0]["summary"]
     assert (summary["honest kept at 0.5"], summary["reversed kept at auto"]) == (1.0, 0.0)
+
+
+def test_a_run_on_another_device_gets_memory_there():
+    rule = TSGA()
+    for device in ("cpu", "meta"):
+        rule.start(torch.zeros(3, device=device), 2, range(2))
+        assert rule._kept.device.type == device
