@@ -23,7 +23,7 @@ from lightning_fcl.federated.zero_shot import zero_shot
 from lightning_fcl.functional.subspace_lora import Activation
 from lightning_fcl.models.tiny_llava import TINY_LLAVA
 from lightning_fcl.reports import FCIT, compare
-from lightning_fcl.suites.fcit import GROUPS, TITLES, fcit_machine, fcit_module, fcit_rules, uplink
+from lightning_fcl.suites.fcit import GROUPS, TITLES, fcit_machine, fcit_module, fcit_rules, routing_threshold, uplink
 from lightning_fcl.suites.fcit_scores import HeldOut, ablate_activation, fcit_table
 
 
@@ -125,7 +125,7 @@ def main(
         for name in names:
             L.seed_everything(one, verbose=False)
             module = fcit_module(name, model, **options)
-            limit = threshold or module.propose_threshold([stream.eval_loader(0), stream.eval_loader(1)]).threshold
+            limit = routing_threshold(threshold, module, stream)
             trainer = FederatedTrainer(
                 method=TITLES[name], run_dir=out / f"{name}-seed{one}", rounds=rounds, clients_per_round=sampled,
                 local_epochs=epochs, seed=one, score="val_acc", **machine,

@@ -105,7 +105,9 @@ class ClientStore:
         Args:
             keep: Versions by client that are still needed: those of each checkpoint that is kept, and the newest ones.
         """
-        folders = [self._folder(client) for client in sorted(self._crowded)] if self._swept else self.folder.glob("*_*")
+        folders = (
+            [self._folder(client) for client in sorted(self._crowded)] if self._swept else self.folder.glob("client_*")
+        )
         self._swept, self._crowded = True, set()
         for folder in folders:
             client = int(folder.name.partition("_")[2])

@@ -11,6 +11,8 @@ from typing_extensions import override
 
 from lightning_fcl.aggregators import Chain, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, MLoRA, SubspaceRouter
 from lightning_fcl.callbacks import EWC, OLoRA, SaveSubspaces
+from lightning_fcl.data import TaskStream
+from lightning_fcl.exceptions import MisconfigurationError
 from lightning_fcl.federated.engines.fsdp2 import fsdp2, shard_layers
 from lightning_fcl.federated.routed import COUNT_BYTES
 from lightning_fcl.mixins import SubspaceRoutingMixin
@@ -145,6 +147,26 @@ def fcit_machine(accelerator: str, devices: int, strategy: str, precision: Any) 
         "parallel": "clients" if strategy == "auto" else "model",
         "precision": precision,
     }
+
+
+def routing_threshold(given: float | None, module: RoutedInstructionModule, stream: TaskStream) -> float:
+    """The threshold of DISCO's routing: the given one, or the proposal from held-out prompts of the first two stages.
+
+    Args:
+        given: A cosine, or ``None``.
+        module: Makes the tokens.
+        stream: Its first two evaluation sets are read.
+
+    Raises:
+        MisconfigurationError: If there is nothing to propose a threshold from.
+    """
+    if given is not None:
+        return given
+    if len(stream.names) < 2:
+        raise MisconfigurationError(
+            f"`threshold` must be a number in a stream of {len(stream.names)} stage: a proposal takes two tasks."
+        )
+    return float(module.propose_threshold([stream.eval_loader(0), stream.eval_loader(1)]).threshold)
 
 
 def uplink(module: RoutedInstructionModule, stages: int) -> dict[str, int]:
