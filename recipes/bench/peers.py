@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from lightning_fcl._recipes import command_line, save_bench
 
 RUNNER = Path(__file__).with_name("runner.py")
+SAME_WORK = 2e-3  # of the norm; M's rounding differences grow that much in 20 rounds, other work differs by more
 Figures = dict[str, Any]
 
 
@@ -98,7 +99,7 @@ def measure(driver: ModuleType, starts: dict[str, Any], size: str, turns: int, t
                 raise SystemExit(f"{name} failed at size {size}: {' '.join(command)}")
             norms[name] = answer["norm"]
             took[name].append(figures_of(driver, answer))
-        if max(norms.values()) - min(norms.values()) > 1e-4 * max(norms.values()):
+        if max(norms.values()) - min(norms.values()) > SAME_WORK * max(norms.values()):
             raise SystemExit(f"size {size}: the runners did different work, their parameters' norms are {norms}")
     rows = []
     for peer, ours, goals, figure in pairs:
