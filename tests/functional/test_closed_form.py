@@ -258,13 +258,12 @@ def test_a_transformer_with_padded_inputs(trainable):
     assert any("lora_A" in name for name in loop) == (trainable == "lora")
 
 
-def test_the_bench_finds_it_faster_and_the_same(tmp_path):
-    """In short; the figures that count are measured on a quiet machine."""
+def test_the_bench_finds_both_the_same(tmp_path):
+    """Which is faster is measured on a quiet machine."""
     path = Path(__file__).resolve().parents[2] / "recipes" / "bench" / "fisher.py"
     spec = importlib.util.spec_from_file_location("bench_fisher", path)
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
     (row,) = bench.main(case="lenet", pairs=1, samples=64, out=tmp_path / "fisher.json")["rows"]
-    assert row["ratio_cpu"] > 1
-    assert row["error"] < 1e-6
+    assert row["largest error"] < 1e-6
     assert (tmp_path / "fisher.json").is_file()

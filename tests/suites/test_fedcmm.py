@@ -46,7 +46,7 @@ def test_what_sets_itself_and_what_only_the_last_task_is():
     both = parts("auto", vision=9.0, threshold=0.9)
     assert (both["ModalityEWC"].strength, both["TSGA"].threshold) == ("auto", "auto")
     assert (parts("auto-ewc")["ModalityEWC"].strength, parts("auto-ewc")["TSGA"].threshold) == ("auto", 0.5)
-    assert parts("auto-tsga")["ModalityEWC"].strengths["vision"] == 0.03
+    assert parts("auto-tsga")["ModalityEWC"].strengths["vision"] == 0.3
     last = parts("last")
     assert (last["ModalityEWC"].memory, last["EmbeddingReplay"].memory) == ("last", "last")
     assert parts("fedcmm")["EmbeddingReplay"].memory == "all"
