@@ -123,6 +123,7 @@ class Census(ServerCallback):
 
     def __init__(self):
         self.counts = []
+        self.before = engines(gc.get_objects())  # of earlier tests in the same processes
 
     def on_round_end(self, trainer, pl_module):
         if trainer.state.global_round not in ROUNDS_TO_LOOK:
@@ -135,9 +136,13 @@ class Census(ServerCallback):
                 "tensors": len(tensors),
                 "bytes": sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()),
                 "optimizers": sum(issubclass(type(o), torch.optim.Optimizer) for o in alive),
-                "engines": sum(type(o).__name__ == "DeepSpeedEngine" and hasattr(o, "optimizer") for o in alive),
+                "engines": engines(alive) - self.before,
             }
         )
+
+
+def engines(alive):
+    return sum(type(one).__name__ == "DeepSpeedEngine" and hasattr(one, "optimizer") for one in alive)
 
 
 def switch_clients(folder, run_dir, name):
