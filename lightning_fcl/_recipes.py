@@ -1,5 +1,6 @@
 """What all recipes share: their command line, the choice of methods, and where real data lie."""
 
+import importlib.util
 import inspect
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from lightning_fcl.exceptions import FCLError, MisconfigurationError
@@ -132,6 +134,19 @@ def save_bench(
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results
+
+
+def load_script(folder: Path, name: str) -> ModuleType:
+    """The module in file ``name`` of a bench folder; ends with one line if there is none."""
+    path = folder.resolve() / name
+    if not path.exists():
+        raise SystemExit(f"`--bench-dir` must hold {name}, got {str(folder)!r}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def processor() -> str:

@@ -73,7 +73,7 @@ def test_the_runner_does_the_folders_work(engine, ragged, runner, tmp_path, caps
     (tmp_path / "common.py").write_text(COMMON)
     runner.main(tmp_path, size="X", engine=engine, ragged=ragged, hooks=engine == "sequential")
     found = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("JSON "))
-    common = runner.load_common(tmp_path)
+    common = runner.load_script(tmp_path, "common.py")
     wanted = by_hand(common, {**common.SIZES["X"], "ragged": ragged})
     assert found["name"] == f"fcl-{engine}"
     assert found["rounds"] == 3

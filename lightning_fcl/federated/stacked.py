@@ -10,11 +10,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from lightning_fcl.federated.client_data import PreloadedLoader
 from lightning_fcl.federated.context import ClientContext, JobInfo
-from lightning_fcl.federated.engines.light import is_plain_sgd, plain_sgd_step
+from lightning_fcl.federated.engines.light import has_step_hooks, is_plain_sgd, plain_sgd_step
 from lightning_fcl.federated.guard import all_finite
 from lightning_fcl.federated.jobs import ClientJobs, Outcome, update_of
 from lightning_fcl.federated.lanes import LaneMode, NotStackable
@@ -203,12 +202,7 @@ class StackedJobs:
                 "`configure_optimizers` returns something else than one optimizer of "
                 f"{', '.join(kind.__name__ for kind in _ELEMENTWISE)} without a scheduler"
             )
-        if (
-            optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or torch_optimizer._global_optimizer_pre_hooks
-            or torch_optimizer._global_optimizer_post_hooks
-        ):
+        if has_step_hooks(optimizer):
             raise NotStackable("a hook of the optimizer would see all clients at once")
         stacked = dict(zip(map(id, self.engine.own_parameters()), leaves, strict=True))
         for group in optimizer.param_groups:

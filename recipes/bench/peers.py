@@ -9,7 +9,6 @@ the command fails. ``ours-stacked`` is ``engine="stacked"``, ``-p2`` means two p
 ratio is the peer's figure over ours within a turn: above 1, we are faster (or smaller).
 """
 
-import importlib.util
 import os
 import statistics
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from lightning_fcl._recipes import command_line, save_bench
+from lightning_fcl._recipes import command_line, load_script, save_bench
 
 RUNNER = Path(__file__).with_name("runner.py")
 SAME_WORK = 2e-3  # of the norm; M's rounding differences grow that much in 20 rounds, other work differs by more
@@ -44,19 +43,6 @@ COMPARED = (
     Against("flwr-a2", "ours-p2", {"T": ">= 8", "S": ">= 4", "M": ">= 1.5"}),
     Against("flwr-a2", "ours-p2", {"T": ">= 50", "S": ">= 50", "M": ">= 50"}, "first round"),
 )
-
-
-def load_driver(bench_dir: Path) -> ModuleType:
-    """The folder's ``bench_fl.py``."""
-    path = bench_dir.resolve() / "bench_fl.py"
-    if not path.exists():
-        raise SystemExit(f"`--bench-dir` must hold bench_fl.py, got {str(bench_dir)!r}.")
-    spec = importlib.util.spec_from_file_location("bench_fl", path)
-    assert spec is not None
-    assert spec.loader is not None
-    driver = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(driver)
-    return driver
 
 
 def commands(driver: ModuleType, bench_dir: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
@@ -131,7 +117,7 @@ def main(
     """
     if envs is not None:
         os.environ["BENCH_ENVS"] = str(envs.resolve())
-    driver = load_driver(bench_dir)
+    driver = load_script(bench_dir, "bench_fl.py")
     starts = commands(driver, bench_dir)
     rows = [row for size in sizes for row in measure(driver, starts, size, turns, timeout)]
     names = ", ".join(sizes)

@@ -15,7 +15,6 @@ import time
 
 _STARTED = time.time()  # imports are a part of the start-up
 
-import importlib.util
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +25,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lightning_fcl import FederatedTrainer, ServerCallback, TaskStream
-from lightning_fcl._recipes import command_line
+from lightning_fcl._recipes import command_line, load_script
 from lightning_fcl.models import ImageClassifier
 
 
@@ -72,19 +71,6 @@ class Marks(ServerCallback):
         now = time.perf_counter()
         self.walls.append(now - self.last)
         self.last = now
-
-
-def load_common(bench_dir: Path) -> ModuleType:
-    """The folder's ``common.py``."""
-    path = bench_dir / "common.py"
-    if not path.exists():
-        raise SystemExit(f"`--bench-dir` must hold common.py, got {str(bench_dir)!r}.")
-    spec = importlib.util.spec_from_file_location("common", path)
-    assert spec is not None
-    assert spec.loader is not None
-    common = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(common)
-    return common
 
 
 def make_stream(common: ModuleType, cfg: dict[str, Any]) -> Cohorts:
@@ -140,7 +126,7 @@ def main(
         commit: Commit every round.
         out: Run folder; by default one that is deleted.
     """
-    common = load_common(bench_dir)
+    common = load_script(bench_dir, "common.py")
     common.T_PROC = _STARTED  # type: ignore[attr-defined]
     given = {"rounds": rounds, "cohort": cohort, "clients": clients, "samples": samples}
     cfg = {**common.SIZES[size], **{name: value for name, value in given.items() if value is not None}}

@@ -1,5 +1,6 @@
 """FSDP 2: a strategy that shards over all ranks, and getting tensors in, out and the module back."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
@@ -46,15 +47,7 @@ def shard_children(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
     Returns:
         ``module``.
     """
-    mesh = device_mesh["data_parallel"]
-    children = list(_callable_children(module))
-    for child in children:
-        others = {id(p) for other in children if other is not child for p in other.parameters()}
-        mine = [id(p) for p in child.parameters()]
-        if mine and others.isdisjoint(mine):
-            fully_shard(child, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module
+    return _shard(module, list(_callable_children(module)), device_mesh)
 
 
 def shard_layers(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -70,16 +63,17 @@ def shard_layers(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
     Returns:
         ``module``.
     """
+    return _shard(module, list(_outermost_layers(module)), device_mesh)
+
+
+def _shard(module: nn.Module, parts: list[nn.Module], device_mesh: DeviceMesh) -> nn.Module:
+    """Shard each of ``parts`` that shares no parameter with another, then the module with what is left."""
     mesh = device_mesh["data_parallel"]
-    owners: dict[int, set[int]] = {}
-    layers = list(_outermost_layers(module))
-    for layer in layers:
-        for parameter in layer.parameters():
-            owners.setdefault(id(parameter), set()).add(id(layer))
-    for layer in layers:
-        mine = list(layer.parameters())
-        if mine and all(len(owners[id(parameter)]) == 1 for parameter in mine):
-            fully_shard(layer, mesh=mesh)
+    owners = Counter(id(parameter) for part in parts for parameter in part.parameters())
+    for part in parts:
+        mine = [id(parameter) for parameter in part.parameters()]
+        if mine and all(owners[one] == 1 for one in mine):
+            fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
     return module
 

@@ -23,6 +23,16 @@ def clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether anybody listens to the steps of ``optimizer``."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
+
+
 def is_plain_sgd(optimizer: Optimizer) -> bool:
     """Whether a step of ``optimizer`` is ``w -= lr * grad`` and nothing else: no state, no hook, no wrapped ``step``.
 
@@ -31,10 +41,7 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
     return (
         type(optimizer) is SGD
         and "step" not in vars(optimizer)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and not torch_optimizer._global_optimizer_pre_hooks
-        and not torch_optimizer._global_optimizer_post_hooks
+        and not has_step_hooks(optimizer)
         and all(
             not isinstance(group["lr"], Tensor)
             and group["foreach"] is not False
